@@ -1,0 +1,283 @@
+"""What a router believes after applying events.
+
+X1  A block is resident on the media whose last event about it was a store; on no medium, it is not
+    in the index.
+X2  An event on one medium changes only that medium. A removal that names no medium removes from all;
+    AllBlocksCleared removes everything of its rank.
+X3  Applying an event a second time changes nothing, so replay and snapshot may overlap.
+X4  `snapshot()` yields parents before children, on every medium.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvevents.events import BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.hashing import BlockHash, canonical_hash
+from kvevents.namespace import BASE, Namespace
+from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds, pack_tokens
+
+__all__ = ["Block", "BlockIndex", "FleetIndex", "Oddities", "Overlap"]
+
+_MEDIA = tuple(StorageMedium)
+_BIT = {medium: 1 << i for i, medium in enumerate(_MEDIA)}
+_ALL = (1 << len(_MEDIA)) - 1
+
+
+class Block(NamedTuple):
+    """A resident block. `media` has bit i set for the i-th `StorageMedium`."""
+
+    parent: BlockHash | None
+    tokens: bytes
+    namespace: Namespace
+    lora_id: int | None
+    media: int
+
+
+@dataclass(slots=True)
+class Oddities:
+    """Events that say what a sound publisher would not, counted by block; they are harmless here."""
+
+    stored_again: int = 0
+    unknown_parent: int = 0
+    removed_unknown: int = 0
+    malformed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How many leading blocks of a prompt are held: on each medium alone, and on any."""
+
+    blocks: dict[StorageMedium, int] = field(default_factory=dict)
+    any_medium: int = 0
+
+
+class BlockIndex:
+    """The blocks of one worker's rank."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockHash, Block] = {}
+        self._counts = dict.fromkeys(_MEDIA, 0)
+        self._namespaces: dict[Namespace, Namespace] = {}
+        self._children: dict[tuple[BlockHash | None, Namespace | None, bytes], BlockHash] | None
+        self._children = None
+        self.block_size: int | None = None
+        """Tokens per block, from the first BlockStored; None before it and after a clear."""
+        self.oddities = Oddities()
+
+    def __len__(self) -> int:
+        """Blocks on at least one medium."""
+        return len(self._blocks)
+
+    def count(self, medium: StorageMedium) -> int:
+        """Blocks on `medium`."""
+        return self._counts[medium]
+
+    @property
+    def resident(self) -> dict[StorageMedium, set[BlockHash]]:
+        """The hashes on each medium; a new dict with all media as keys."""
+        found: dict[StorageMedium, set[BlockHash]] = {medium: set() for medium in _MEDIA}
+        for block_hash, block in self._blocks.items():
+            for medium, bit in _BIT.items():
+                if block.media & bit:
+                    found[medium].add(block_hash)
+        return found
+
+    # ---------------------------------------------------------------------------------- events
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Apply events in order (X1, X2, X3). Never raises for what an event says."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._store(event)
+            elif isinstance(event, BlockRemoved):
+                self._remove(event)
+            else:
+                self.clear()
+
+    def clear(self) -> None:
+        """Forget everything but the oddities."""
+        self._blocks.clear()
+        self._counts = dict.fromkeys(_MEDIA, 0)
+        self._namespaces.clear()
+        self._children = None
+        self.block_size = None
+
+    def _store(self, event: BlockStored) -> None:
+        size, count = event.block_size, len(event.block_hashes)
+        if self.block_size is None:
+            self.block_size = size
+        tokens = event.token_ids
+        if size != self.block_size or size < 1 or len(tokens) != size * count:
+            self.oddities.malformed += count
+            return
+        try:
+            packed = tokens.packed if isinstance(tokens, TokenIds) else pack_tokens(tokens)
+        except (TypeError, ValueError):
+            self.oddities.malformed += count
+            return
+        medium = StorageMedium.GPU if event.medium is None else event.medium
+        bit, step = _BIT[medium], size * TOKEN_BYTES
+        namespace = self._namespace(event)
+        raw_parent = event.parent_block_hash
+        parent = None if raw_parent is None else canonical_hash(raw_parent)
+        if parent is not None and parent not in self._blocks:
+            self.oddities.unknown_parent += 1
+        for at, raw in enumerate(event.block_hashes):
+            block_hash = canonical_hash(raw)
+            held = self._blocks.get(block_hash)
+            if held is None:
+                text = packed[at * step : (at + 1) * step]
+                self._put(block_hash, Block(parent, text, namespace, event.lora_id, bit))
+                self._counts[medium] += 1
+            elif held.media & bit:
+                self.oddities.stored_again += 1
+            else:
+                self._blocks[block_hash] = held._replace(media=held.media | bit)
+                self._counts[medium] += 1
+            parent = block_hash
+
+    def _remove(self, event: BlockRemoved) -> None:
+        mask = _ALL if event.medium is None else _BIT[event.medium]
+        for raw in event.block_hashes:
+            block_hash = canonical_hash(raw)
+            held = self._blocks.get(block_hash)
+            gone = held.media & mask if held else 0
+            if held is None or not gone:
+                self.oddities.removed_unknown += 1
+                continue
+            for medium, bit in _BIT.items():
+                if gone & bit:
+                    self._counts[medium] -= 1
+            left = held.media & ~gone
+            if left:
+                self._blocks[block_hash] = held._replace(media=left)
+                continue
+            del self._blocks[block_hash]
+            if self._children is not None and self._children.get(_key(held)) == block_hash:
+                del self._children[_key(held)]
+
+    def _put(self, block_hash: BlockHash, block: Block) -> None:
+        self._blocks[block_hash] = block
+        if self._children is not None:
+            self._children[_key(block)] = block_hash
+
+    def _namespace(self, event: BlockStored) -> Namespace:
+        if event.lora_name is None and event.cache_salt is None and event.extra_key is None:
+            return BASE
+        found = Namespace(event.lora_name, event.cache_salt, event.extra_key)
+        return self._namespaces.setdefault(found, found)
+
+    # --------------------------------------------------------------------------------- queries
+
+    def overlap(self, tokens: Any, namespace: Namespace = BASE) -> Overlap:
+        """How much of the prompt's prefix is held. Walks by tokens: any engine's hashes will do.
+
+        Raises what `pack_tokens` raises.
+        """
+        packed = pack_tokens(tokens)
+        blocks = dict.fromkeys(_MEDIA, 0)
+        if self.block_size is None:
+            return Overlap(blocks)
+        if self._children is None:
+            self._children = {_key(block): name for name, block in self._blocks.items()}
+        step, parent, walking, length = self.block_size * TOKEN_BYTES, None, _ALL, 0
+        for end in range(step, len(packed) + 1, step):
+            text = bytes(packed[end - step : end])
+            found = self._children.get((parent, None if length else namespace, text))
+            if found is None:
+                break
+            parent, length = found, length + 1
+            walking &= self._blocks[found].media
+            for medium, bit in _BIT.items():
+                if walking & bit:
+                    blocks[medium] = length
+        return Overlap(blocks, length)
+
+    def fork(self) -> BlockIndex:
+        """An independent copy, in one shallow copy of the table: blocks are immutable."""
+        copy = BlockIndex()
+        copy._blocks = self._blocks.copy()
+        copy._counts = self._counts.copy()
+        copy._namespaces = self._namespaces.copy()
+        copy.block_size = self.block_size
+        return copy
+
+    def snapshot(self, blocks_per_event: int) -> Iterator[list[BlockStored]]:
+        """Events that rebuild this index (X4), a list for each chain of at most `blocks_per_event`.
+
+        The index must not change meanwhile; `fork()` first where it might.
+        """
+        for chain in self._chains(blocks_per_event):
+            yield self._chain_events(chain)
+
+    def _chains(self, longest: int) -> Iterator[list[BlockHash]]:
+        """Every block once, parents first; a chain's blocks are alike but for their tokens."""
+        blocks, told, chain = self._blocks, set[BlockHash](), list[BlockHash]()
+        for start in blocks:
+            path: list[BlockHash] = []
+            at: BlockHash | None = start
+            while at is not None and at in blocks and at not in told:
+                told.add(at)
+                path.append(at)
+                at = blocks[at].parent
+            for name in reversed(path):
+                if chain and (len(chain) == longest or not self._continues(chain[-1], name)):
+                    yield chain
+                    chain = []
+                chain.append(name)
+        if chain:
+            yield chain
+
+    def _continues(self, last: BlockHash, name: BlockHash) -> bool:
+        before, block = self._blocks[last], self._blocks[name]
+        return block.parent == last and block[2:] == before[2:]
+
+    def _chain_events(self, chain: list[BlockHash]) -> list[BlockStored]:
+        assert self.block_size is not None
+        blocks = [self._blocks[name] for name in chain]
+        first = blocks[0]
+        tokens = TokenIds(TokenBytes(b"".join([block.tokens for block in blocks])))
+        return [
+            BlockStored(
+                block_hashes=list[int | bytes](chain),
+                parent_block_hash=first.parent,
+                token_ids=tokens,
+                block_size=self.block_size,
+                lora_id=first.lora_id,
+                medium=medium,
+                lora_name=first.namespace.lora_name,
+                cache_salt=first.namespace.cache_salt,
+                extra_key=first.namespace.extra_key,
+            )
+            for medium, bit in _BIT.items()
+            if first.media & bit
+        ]
+
+
+def _key(block: Block) -> tuple[BlockHash | None, Namespace | None, bytes]:
+    """A block by its content: parent and tokens, and at the start of a prompt its namespace."""
+    return block.parent, block.namespace if block.parent is None else None, block.tokens
+
+
+class FleetIndex:
+    """The blocks of many ranks, keyed by (worker, rank)."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[tuple[str, int], BlockIndex] = {}
+
+    def rank(self, worker: str, dp_rank: int) -> BlockIndex:
+        """The index of one rank; empty and new when nothing is known of it."""
+        return self._ranks.setdefault((worker, dp_rank), BlockIndex())
+
+    def forget(self, worker: str) -> None:
+        """Drop every rank of a worker."""
+        for key in [key for key in self._ranks if key[0] == worker]:
+            del self._ranks[key]
+
+    def overlap(self, tokens: Any, namespace: Namespace = BASE) -> dict[tuple[str, int], Overlap]:
+        """The prompt's overlap with every rank."""
+        packed = pack_tokens(tokens)
+        return {key: index.overlap(packed, namespace) for key, index in self._ranks.items()}

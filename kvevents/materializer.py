@@ -1,0 +1,330 @@
+"""From residency records to events: the owner of id → hash.
+
+The sidecar runs it on what the link brings; a cache without a sidecar runs the same class.
+
+M1  A record speaks only of ids that were told and not forgotten, and stores only new ids as new.
+M2  A block is stored on a medium at most once at a time, and removed only from where it is.
+M3  An id whose last copy is gone is forgotten.
+M4  Events come in the order of the records. Consecutive records become one event only when kind,
+    medium and namespace are the same and the blocks form one chain (for removals: the same medium).
+
+A record that breaks M1 or M2 raises KVEventsError; what the materializer holds is then worthless until
+the next Clear.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from kvevents.errors import KVEventsError
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.hashing import (
+    BlockHash,
+    HashFormat,
+    block_digests,
+    chain_seed,
+    namespace_seed,
+    wire_hash,
+)
+from kvevents.namespace import BASE, Namespace
+from kvevents.records import Clear, Record, Remove, StoreKnown, StoreNew
+from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds
+
+__all__ = ["Materializer"]
+
+_DIGEST = 32
+_BIT = {medium: 1 << i for i, medium in enumerate(StorageMedium)}
+
+
+class _Space:
+    """A namespace with its seeds, shared by all blocks in it."""
+
+    __slots__ = ("chain_seed", "fold_seed", "namespace")
+
+    def __init__(self, namespace: Namespace, hash_format: HashFormat) -> None:
+        self.namespace = namespace
+        self.chain_seed = chain_seed(namespace)
+        self.fold_seed = namespace_seed(namespace, hash_format)
+
+
+class _Run:
+    """Consecutive blocks with consecutive ids: one chain, some of it possibly forgotten already."""
+
+    __slots__ = ("digests", "first", "hashes", "live", "media", "parent_hash", "space", "tokens")
+
+    def __init__(
+        self,
+        first: int,
+        space: _Space,
+        parent_hash: BlockHash | None,
+        tokens: bytes,
+        digests: bytes,
+        hashes: array[int],
+        media: bytearray,
+    ) -> None:
+        self.first, self.space, self.parent_hash = first, space, parent_hash
+        self.tokens, self.digests, self.hashes, self.media = tokens, digests, hashes, media
+        self.live = len(media) - media.count(0)
+
+    def parent_of(self, offset: int) -> BlockHash | None:
+        return BlockHash(self.hashes[offset - 1]) if offset else self.parent_hash
+
+    def cut(self, start: int, stop: int) -> _Run:
+        """A copy of the blocks `start` to `stop`."""
+        size = len(self.tokens) // len(self.media)
+        return _Run(
+            self.first + start,
+            self.space,
+            self.parent_of(start),
+            self.tokens[start * size : stop * size],
+            self.digests[start * _DIGEST : stop * _DIGEST],
+            self.hashes[start:stop],
+            self.media[start:stop],
+        )
+
+
+class Materializer:
+    """Turns records into events. `block_size` is in tokens, the same for every block."""
+
+    def __init__(self, block_size: int, hash_format: HashFormat = HashFormat.SGLANG) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size: {block_size} is below 1")
+        self._block_size = block_size
+        self._hash_format = hash_format
+        self._spaces: dict[Namespace, _Space] = {}
+        self._runs: list[_Run] = []
+        """Live runs and, until the next sweep, forgotten ones, by ascending first id."""
+        self._starts: list[int] = []
+        self._dead = 0
+        self._resident = 0
+        self._out = _EventBuilder(block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks with a copy on at least one medium."""
+        return self._resident
+
+    def apply(self, records: Iterable[Record]) -> list[Event]:
+        """The events of these records, in order. Raises KVEventsError (M1, M2)."""
+        for record in records:
+            match record:
+                case StoreNew():
+                    self._store_new(record)
+                case StoreKnown():
+                    self._store_known(record)
+                case Remove():
+                    for first, count in record.ranges:
+                        self._remove(record.medium, first, count)
+                case Clear():
+                    self._forget_all()
+                    self._out.clear()
+        return self._out.take()
+
+    # -------------------------------------------------------------------------------- records
+
+    def _store_new(self, record: StoreNew) -> None:
+        first, count = record.first_id, record.count
+        if count < 1 or len(record.tokens) != count * self._block_size * TOKEN_BYTES:
+            raise KVEventsError(
+                f"store of id {first}: {len(record.tokens)} token bytes are not {count} blocks of"
+                f" {self._block_size} tokens"
+            )
+        if record.parent_id is None:
+            space = self._space(record.namespace or BASE)
+            parent_hash, parent_digest = None, space.chain_seed
+        else:
+            run, offset = self._find(record.parent_id)
+            space, parent_hash = run.space, BlockHash(run.hashes[offset])
+            parent_digest = run.digests[offset * _DIGEST : (offset + 1) * _DIGEST]
+        digests = list(block_digests(parent_digest, TokenBytes(record.tokens), self._block_size))
+        hashes = array("q", (wire_hash(digest, space.fold_seed) for digest in digests))
+        media = bytearray([_BIT[record.medium]]) * count
+        run = _Run(first, space, parent_hash, record.tokens, b"".join(digests), hashes, media)
+        self._add(run)
+        self._resident += count
+        self._out.stored(record.medium, run, 0, count)
+
+    def _store_known(self, record: StoreKnown) -> None:
+        bit = _BIT[record.medium]
+        for run, start, stop in self._spans(record.first_id, record.count):
+            for offset in range(start, stop):
+                held = run.media[offset]
+                if not held or held & bit:
+                    what = "is on it already" if held else "is forgotten"
+                    raise KVEventsError(f"store on {record.medium}: id {run.first + offset} {what}")
+                run.media[offset] = held | bit
+            self._out.stored(record.medium, run, start, stop)
+
+    def _remove(self, medium: StorageMedium, first: int, count: int) -> None:
+        bit = _BIT[medium]
+        for run, start, stop in reversed(list(self._spans(first, count))):
+            gone = 0
+            for offset in range(start, stop):
+                held = run.media[offset]
+                if not held & bit:
+                    raise KVEventsError(
+                        f"remove from {medium}: id {run.first + offset} is not there"
+                    )
+                run.media[offset] = held & ~bit
+                gone += held == bit
+            self._out.removed(medium, run.hashes[start:stop])
+            if gone:
+                self._forget(run, gone)
+
+    # ------------------------------------------------------------------------------------ runs
+
+    def _space(self, namespace: Namespace) -> _Space:
+        found = self._spaces.get(namespace)
+        if found is None:
+            found = self._spaces[namespace] = _Space(namespace, self._hash_format)
+        return found
+
+    def _locate(self, block_id: int) -> int:
+        """The place in `_runs` of the run that holds this id."""
+        place = bisect_right(self._starts, block_id) - 1
+        if place >= 0:
+            run = self._runs[place]
+            if run.live and block_id < run.first + len(run.media):
+                return place
+        raise KVEventsError(f"id {block_id} is unknown or forgotten")
+
+    def _find(self, block_id: int) -> tuple[_Run, int]:
+        run = self._runs[self._locate(block_id)]
+        offset = block_id - run.first
+        if not run.media[offset]:
+            raise KVEventsError(f"id {block_id} is forgotten")
+        return run, offset
+
+    def _spans(self, first: int, count: int) -> Iterable[tuple[_Run, int, int]]:
+        """The pieces of runs that make up a range of ids, ascending."""
+        if count < 1:
+            raise KVEventsError(f"range of ids {first}+{count}: a range has at least one")
+        spans = []
+        while count:
+            run = self._runs[self._locate(first)]
+            start = first - run.first
+            stop = min(start + count, len(run.media))
+            spans.append((run, start, stop))
+            first, count = first + stop - start, count - (stop - start)
+        return spans
+
+    def _add(self, run: _Run) -> None:
+        last = self._runs[-1] if self._runs else None
+        if last is None or run.first >= last.first + len(last.media):
+            self._runs.append(run)
+            self._starts.append(run.first)
+            return
+        place = bisect_right(self._starts, run.first)
+        before = self._runs[place - 1] if place else None
+        after = self._runs[place] if place < len(self._runs) else None
+        if (before and before.live and run.first < before.first + len(before.media)) or (
+            after and after.live and after.first < run.first + len(run.media)
+        ):
+            raise KVEventsError(f"store of id {run.first}: it is known already")
+        self._runs.insert(place, run)
+        self._starts.insert(place, run.first)
+
+    def _forget(self, run: _Run, count: int) -> None:
+        """`count` more blocks of `run` have no copy left; give their memory back before long."""
+        self._resident -= count
+        run.live -= count
+        if not run.live:
+            self._dead += 1
+            if self._dead > 32 and self._dead * 2 > len(self._runs):
+                self._sweep()
+        elif run.live * 2 < len(run.media):
+            self._shrink(run)
+
+    def _shrink(self, run: _Run) -> None:
+        """Replace a mostly forgotten run by the pieces that live."""
+        pieces, start = [], None
+        for offset, held in enumerate(run.media):
+            if held and start is None:
+                start = offset
+            elif not held and start is not None:
+                pieces.append(run.cut(start, offset))
+                start = None
+        if start is not None:
+            pieces.append(run.cut(start, len(run.media)))
+        place = self._runs.index(run, bisect_right(self._starts, run.first) - 1)
+        self._runs[place : place + 1] = pieces
+        self._starts[place : place + 1] = [piece.first for piece in pieces]
+
+    def _sweep(self) -> None:
+        self._runs = [run for run in self._runs if run.live]
+        self._starts = [run.first for run in self._runs]
+        self._dead = 0
+        used = {run.space.namespace for run in self._runs}
+        self._spaces = {name: space for name, space in self._spaces.items() if name in used}
+
+    def _forget_all(self) -> None:
+        self._runs, self._starts, self._spaces = [], [], {}
+        self._dead = self._resident = 0
+
+
+class _EventBuilder:
+    """Collects events, joining what M4 lets it join."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._events: list[Event] = []
+        self._medium: StorageMedium | None = None
+        self._space: _Space | None = None
+        self._parent: BlockHash | None = None
+        self._hashes: list[int | bytes] = []
+        self._tokens: list[bytes] = []
+
+    def stored(self, medium: StorageMedium, run: _Run, start: int, stop: int) -> None:
+        parent = run.parent_of(start)
+        joins = (
+            self._space is run.space
+            and self._medium is medium
+            and bool(self._hashes)
+            and parent == self._hashes[-1]
+        )
+        if not joins:
+            self._close()
+            self._medium, self._space, self._parent = medium, run.space, parent
+        self._hashes.extend(run.hashes[start:stop])
+        whole = stop - start == len(run.media)
+        size = self._block_size * TOKEN_BYTES
+        self._tokens.append(run.tokens if whole else run.tokens[start * size : stop * size])
+
+    def removed(self, medium: StorageMedium, hashes: array[int]) -> None:
+        if self._space is not None or self._medium is not medium:
+            self._close()
+            self._medium = medium
+        hashes.reverse()
+        self._hashes.extend(hashes)
+
+    def clear(self) -> None:
+        self._close()
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[Event]:
+        self._close()
+        events, self._events = self._events, []
+        return events
+
+    def _close(self) -> None:
+        if self._hashes:
+            if self._space is None:
+                self._events.append(BlockRemoved(self._hashes, self._medium))
+            else:
+                self._events.append(self._stored_event(self._space.namespace))
+        self._hashes, self._tokens, self._medium, self._space = [], [], None, None
+
+    def _stored_event(self, namespace: Namespace) -> BlockStored:
+        tokens = self._tokens[0] if len(self._tokens) == 1 else b"".join(self._tokens)
+        return BlockStored(
+            block_hashes=self._hashes,
+            parent_block_hash=self._parent,
+            token_ids=TokenIds(TokenBytes(tokens)),
+            block_size=self._block_size,
+            medium=self._medium,
+            lora_name=namespace.lora_name,
+            cache_salt=namespace.cache_salt,
+            extra_key=namespace.extra_key,
+        )

@@ -1,0 +1,32 @@
+"""What separates equal tokens: LoRA adapter name, cache salt, extra key."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+__all__ = ["BASE", "Namespace"]
+
+
+class Namespace(msgspec.Struct, frozen=True, array_like=True):
+    """The identity of a prompt apart from its tokens. An empty string is the same as None.
+
+    Raises TypeError for anything but a string or None.
+    """
+
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("lora_name", "cache_salt", "extra_key"):
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{field}: {value!r} is not a string")
+            if value == "":
+                msgspec.structs.force_setattr(self, field, None)
+
+
+BASE: Final = Namespace()
+"""The base model, unsalted."""
