@@ -1,0 +1,140 @@
+"""The radix tree: tokens, nodes, splits and locks. It knows nothing of tiers, pools or events.
+
+T1  A node's key is one or more whole pages of tokens, and it is its parent's child under its first page.
+T2  Every page of the tree has a number of its own, its block id; a node's ids are consecutive.
+T3  A node's lock_ref is its own pins and its children's lock_refs together.
+T4  A split changes neither a page's id, lock nor copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hicache.node import Node
+from kvevents.namespace import Namespace
+from kvevents.tokens import TOKEN_BYTES
+
+__all__ = ["RadixTree", "Walk"]
+
+
+class Walk(NamedTuple):
+    """Where a prompt leads: the nodes it matches whole, then a child it matches in part, if any."""
+
+    path: list[Node]
+    num_pages: int
+    """Matched pages, those of the partial child included."""
+    partial: Node | None
+    partial_pages: int
+
+
+class RadixTree:
+    """One tree for each namespace, over pages of `page_size` tokens."""
+
+    def __init__(self, page_size: int) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size: {page_size} is below 1")
+        self.page_bytes = page_size * TOKEN_BYTES
+        self._roots: dict[Namespace, Node] = {}
+        self._nodes: dict[Node, None] = {}
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        """Nodes, without the roots."""
+        return len(self._nodes)
+
+    def __contains__(self, node: Node) -> bool:
+        return node.is_root or node in self._nodes
+
+    def nodes(self) -> list[Node]:
+        """All nodes but the roots, in no particular order."""
+        return list(self._nodes)
+
+    def roots(self) -> Iterator[Node]:
+        """The roots that have children."""
+        return iter(self._roots.values())
+
+    def root(self, namespace: Namespace) -> Node:
+        """The root of a namespace. One without children is made on demand and not kept."""
+        return self._roots.get(namespace) or Node(None, b"", 0, -1, namespace)
+
+    def walk(self, tokens: bytes, namespace: Namespace) -> Walk:
+        """Follow a prompt's whole pages as far as the tree goes. Changes nothing."""
+        node = self._roots.get(namespace)
+        path: list[Node] = []
+        if node is None:
+            return Walk(path, 0, None, 0)
+        page, at = self.page_bytes, 0
+        end = len(tokens) - len(tokens) % page
+        while at < end:
+            child = node.children.get(tokens[at : at + page])
+            if child is None:
+                break
+            if not tokens.startswith(child.key, at):
+                shared = self._shared_pages(child.key, tokens, at, end)
+                return Walk(path, at // page + shared, child, shared)
+            path.append(child)
+            at += len(child.key)
+            node = child
+        return Walk(path, at // page, None, 0)
+
+    def add(self, parent: Node, key: bytes) -> Node:
+        """A new child below `parent`, with new ids. `key` is whole pages, the first not taken."""
+        num_pages = len(key) // self.page_bytes
+        node = Node(parent, key, num_pages, self._next_id, parent.namespace)
+        self._next_id += num_pages
+        if parent.is_root:
+            self._roots[parent.namespace] = parent
+        parent.children[key[: self.page_bytes]] = node
+        self._nodes[node] = None
+        return node
+
+    def split(self, node: Node, num_pages: int) -> Node:
+        """Cut off the first `num_pages` of `node` into a new parent, and return that.
+
+        `node` stays the lower part, so whoever holds it still holds the end of the path.
+        """
+        parent, cut = node.parent, num_pages * self.page_bytes
+        assert parent is not None and 0 < num_pages < node.num_pages, "T1: a split inside a node"
+        upper = Node(parent, node.key[:cut], num_pages, node.first_id, node.namespace)
+        upper.lock_ref, upper.last_access, upper.told = node.lock_ref, node.last_access, node.told
+        upper.copies = [copy if copy is None else copy[:num_pages] for copy in node.copies]
+        upper.num_held = [int(copy is not None) for copy in node.copies]
+        parent.children[node.key[: self.page_bytes]] = upper
+        node.copies = [copy if copy is None else copy[num_pages:] for copy in node.copies]
+        node.key = node.key[cut:]
+        node.num_pages -= num_pages
+        node.first_id += num_pages
+        node.parent = upper
+        upper.children[node.key[: self.page_bytes]] = node
+        self._nodes[upper] = None
+        return upper
+
+    def remove(self, node: Node) -> None:
+        """Take a childless node out; a root left without children goes too."""
+        parent = node.parent
+        assert parent is not None and not node.children, "T1: only a leaf is removed"
+        del parent.children[node.key[: self.page_bytes]]
+        del self._nodes[node]
+        node.parent = None
+        if parent.is_root and not parent.children:
+            del self._roots[parent.namespace]
+
+    def clear(self) -> None:
+        """Forget every node. Ids go on counting."""
+        for node in self._nodes:
+            node.parent = None
+        self._nodes.clear()
+        self._roots.clear()
+
+    def _shared_pages(self, key: bytes, tokens: bytes, at: int, end: int) -> int:
+        """How many leading pages of `key` stand at `at`; the first one does."""
+        page = self.page_bytes
+        low, high = 1, min(len(key), end - at) // page
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tokens.startswith(key[low * page : middle * page], at + low * page):
+                low = middle
+            else:
+                high = middle - 1
+        return low
