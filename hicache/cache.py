@@ -286,6 +286,16 @@ class HiRadixCache:
         """Those not under a lock."""
         return self.num_resident - self.num_protected
 
+    @property
+    def num_stored(self) -> int:
+        """Device pages ever cached."""
+        return self._residency.num_stored(Tier.DEVICE)
+
+    @property
+    def num_dropped(self) -> int:
+        """Device pages ever evicted; a flush counts as none."""
+        return self._residency.num_dropped(Tier.DEVICE)
+
     def resident_blocks(self) -> dict[StorageMedium, set[BlockHash]]:
         """The hashes of what each medium holds, computed from the tokens. O(pages): for checks."""
         found: dict[StorageMedium, set[BlockHash]] = {medium: set() for medium in StorageMedium}

@@ -127,7 +127,12 @@ class Recorder:
                     return
 
     def _awaits(self, node: Node) -> bool:
-        return not node.is_root and node.parent is not None and node.told != self._telling and node.resident
+        return (
+            not node.is_root
+            and node.parent is not None
+            and node.told != self._telling
+            and node.resident
+        )
 
     def _untold_path(self, node: Node) -> list[Node]:
         """`node` and its ancestors as far as they are still to be told, `node` first."""

@@ -24,6 +24,16 @@ class Residency:
         self._recorder = recorder
         self._resident = [0] * NUM_TIERS
         self._protected = [0] * NUM_TIERS
+        self._stored = [0] * NUM_TIERS
+        self._dropped = [0] * NUM_TIERS
+
+    def num_stored(self, tier: Tier) -> int:
+        """Pages ever stored on `tier`; less those dropped or cleared, they are resident."""
+        return self._stored[tier]
+
+    def num_dropped(self, tier: Tier) -> int:
+        """Pages ever dropped from `tier`; a clear counts as none."""
+        return self._dropped[tier]
 
     def num_resident(self, tier: Tier) -> int:
         """Pages in nodes' copies on `tier`."""
@@ -43,6 +53,7 @@ class Residency:
         node.copies[tier] = pages
         parent.num_held[tier] += 1
         self._resident[tier] += node.num_pages
+        self._stored[tier] += node.num_pages
         if node.lock_ref:
             self._protected[tier] += node.num_pages
         self._recorder.stored(node, tier, new=new)
@@ -55,6 +66,7 @@ class Residency:
         node.copies[tier] = None
         parent.num_held[tier] -= 1
         self._resident[tier] -= node.num_pages
+        self._dropped[tier] += node.num_pages
         if node.lock_ref:
             self._protected[tier] -= node.num_pages
         self._recorder.dropped(node, tier)

@@ -1,0 +1,125 @@
+"""The `kvevents` command.
+
+Exit codes: 0 ok, 1 findings (what was looked for is not so), 2 usage, 3 no connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+__all__ = ["main"]
+
+FINDINGS, USAGE, NO_CONNECTION = 1, 2, 3
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    parser = _Parser(
+        prog="kvevents", description="KV-cache events of LLM inference workers.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_tail(commands.add_parser("tail", help="print a stream, one line per event"))
+    _add_demo(commands.add_parser("demo", help="worker, sidecar and router on a real trace"))
+    _add_serve(commands.add_parser("serve", help="the sidecar itself; a worker spawns it"))
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (ValueError, TypeError) as error:
+        parser.exit(USAGE, f"kvevents {options.command}: {error}\n")
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _add_tail(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("endpoint", help="the publisher's PUB endpoint, e.g. tcp://127.0.0.1:5557")
+    parser.add_argument(
+        "--replay-endpoint",
+        metavar="ENDPOINT",
+        help="its replay endpoint: start with the state now, and close gaps",
+    )
+    parser.add_argument("--topic", default="", help="only topics that begin so")
+    parser.add_argument("-n", "--count", type=int, metavar="N", help="end after N events")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
+    parser.add_argument("--timeout", type=float, metavar="S", help="end after S seconds of silence")
+    parser.set_defaults(run=_tail)
+
+
+def _tail(options: argparse.Namespace) -> int:
+    from publisher.tail import tail
+
+    if options.count is not None and options.count < 1:
+        raise ValueError(f"--count: {options.count} is below 1")
+    if options.timeout is not None and not 0 < options.timeout <= 86_400:
+        raise ValueError(f"--timeout: {options.timeout} is not in 0..86400")
+    seen = tail(
+        options.endpoint,
+        options.replay_endpoint,
+        topic=options.topic,
+        count=options.count,
+        as_json=options.output == "json",
+        timeout_s=options.timeout,
+        write=lambda line: print(line, flush=True),
+    )
+    return 0 if seen else NO_CONNECTION
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    from publisher.demo.options import add_options
+
+    add_options(parser)
+    parser.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from publisher.demo.options import read_options
+    from publisher.demo.run import run_demo
+
+    return run_demo(read_options(options))
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--link", required=True, metavar="PATH", help="the worker's unix socket")
+    parser.add_argument(
+        "--config", metavar="FILE", help="settings as JSON; - reads them from standard input"
+    )
+    parser.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from publisher.config import SidecarConfig, read_config
+    from publisher.sidecar import serve
+    from publisher.source import SourceError
+
+    config = SidecarConfig()
+    if options.config is not None:
+        try:
+            text = sys.stdin.read() if options.config == "-" else Path(options.config).read_text()
+            config = read_config(SidecarConfig, msgspec.json.decode(text))
+        except (OSError, msgspec.DecodeError) as error:
+            raise ValueError(f"--config: {error}") from None
+    try:
+        return serve(Path(options.link), config)
+    except SourceError as error:
+        print(f"kvevents serve: {error}", file=sys.stderr)
+        return NO_CONNECTION
+
+
+if __name__ == "__main__":
+    sys.exit(main())

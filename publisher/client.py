@@ -1,0 +1,248 @@
+"""The worker's end of the link.
+
+K1  Publishing never waits and never raises: what does not fit into the ring, or comes when the sidecar
+    is gone, is refused and counted, and its number is not used again.
+K2  Whatever was refused is repaired: the sidecar sees the hole and asks, and the next pumps tell the
+    cache's state anew.
+K3  A pump tells at most `RETELL_BLOCKS` blocks of a re-telling, and none while the ring is over half
+    full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from kvevents.errors import KVEventsError
+from kvevents.records import Record, RecordSource
+from publisher.config import WorkerInfo
+from publisher.link import (
+    FRESH,
+    VERSION,
+    Bound,
+    Close,
+    Failed,
+    Flush,
+    Flushed,
+    Hello,
+    Ready,
+    Welcome,
+    receive,
+    send,
+)
+from publisher.ring import RingWriter
+
+__all__ = ["DEFAULT_RING_BYTES", "RETELL_BLOCKS", "ClientStats", "LinkError", "SidecarClient"]
+
+DEFAULT_RING_BYTES = 32 << 20
+RETELL_BLOCKS = 1024
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class LinkError(Exception):
+    """The sidecar did not come, could not start, or is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStats:
+    """What the worker's end has counted. Messages: offered = written + refused."""
+
+    written: int = 0
+    refused: int = 0
+    retellings: int = 0
+
+
+class SidecarClient:
+    """Hands a cache's records to a sidecar. One thread, the scheduler's."""
+
+    def __init__(
+        self, path: Path, worker: WorkerInfo, *, ring_bytes: int = DEFAULT_RING_BYTES
+    ) -> None:
+        """Listen on the unix socket `path`, in a directory that is this user's alone.
+
+        Raises ValueError for a ring too small, OSError when the socket cannot be made.
+        """
+        self._worker = worker
+        self._ring = RingWriter(ring_bytes)
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen(1)
+        self._connection: socket.socket | None = None
+        self._answered = 0
+        self._stats = ClientStats()
+        self._closed = False
+        self.sinks: tuple[Bound, ...] = ()
+        """Where the sidecar's sinks listen, once it is ready."""
+
+    @property
+    def stats(self) -> ClientStats:
+        """The counts so far."""
+        return self._stats
+
+    @property
+    def connected(self) -> bool:
+        """Whether a sidecar is there, as far as was noticed."""
+        return self._connection is not None
+
+    # ------------------------------------------------------------------------------- start-up
+
+    def accept(self, deadline: float) -> int:
+        """Wait for a sidecar until `deadline` (of time.monotonic) and see it ready; returns its pid.
+
+        Raises LinkError when it does not come, speaks another version, fails or dies.
+        """
+        self._listener.settimeout(_left(deadline))
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            raise LinkError("the sidecar did not connect in time") from None
+        try:
+            pid = self._handshake(connection, deadline)
+        except BaseException:
+            connection.close()
+            raise
+        connection.settimeout(0)
+        self._connection = connection
+        return pid
+
+    def _handshake(self, connection: socket.socket, deadline: float) -> int:
+        match self._await(connection, deadline):
+            case Hello(version=version, pid=pid) if version == VERSION:
+                pass
+            case other:
+                raise LinkError(f"the sidecar said {other}, not Hello of version {VERSION}")
+        send(connection, Welcome(VERSION, self._worker), (self._ring.fd, self._eventfd))
+        match self._await(connection, deadline):
+            case Ready(sinks=sinks):
+                self.sinks = sinks
+            case Failed(reason=reason):
+                raise LinkError(reason)
+            case other:
+                raise LinkError(f"the sidecar said {other}, not Ready")
+        return pid
+
+    def _await(self, connection: socket.socket, deadline: float) -> object:
+        connection.settimeout(_left(deadline))
+        try:
+            message, _ = receive(connection)
+        except TimeoutError:
+            raise LinkError("the sidecar did not get ready in time") from None
+        except KVEventsError as error:
+            raise LinkError(str(error)) from error
+        if message is None:
+            raise LinkError("the sidecar ended before it was ready")
+        return message
+
+    # ------------------------------------------------------------------------------ each step
+
+    def publish(self, records: list[Record]) -> bool:
+        """Hand over records, as one batch. False when they were refused (K1)."""
+        return self._write(records, 0)
+
+    def pump(self, source: RecordSource) -> bool:
+        """Hand over what changed in `source` since the last pump; call it every step, idle or not.
+
+        Answers the sidecar's requests for a resync (K2, K3). False when something was refused.
+        """
+        if self._closed:
+            return False
+        flags = 0
+        if (wanted := self._ring.resyncs) != self._answered and self._half_free():
+            source.begin_retell()
+            flags, self._answered = FRESH, wanted
+            self._stats = replace(self._stats, retellings=self._stats.retellings + 1)
+        if source.retelling and self._half_free():
+            source.retell(RETELL_BLOCKS)
+        records = source.take_records()
+        if not records:
+            return True
+        written = self._write(records, flags)
+        if flags and not written:
+            self._answered = wanted - 1  # not begun after all
+        return written
+
+    def _half_free(self) -> bool:
+        return self._ring.free_bytes * 2 >= self._ring.capacity
+
+    def _write(self, records: list[Record], flags: int) -> bool:
+        if self._closed:
+            return False
+        written = self._ring.write(_encode((time.time(), records)), flags)
+        with contextlib.suppress(BlockingIOError):  # 2**64 - 2 wakes not read yet: awake enough
+            os.eventfd_write(self._eventfd, 1)
+        stats = self._stats
+        if written:
+            self._stats = replace(stats, written=stats.written + 1)
+        else:
+            self._stats = replace(stats, refused=stats.refused + 1)
+        return written
+
+    # --------------------------------------------------------------------------------- waiting
+
+    def flush(self, source: RecordSource, timeout_s: float) -> Flushed | None:
+        """Wait until all that `source` has to tell is published; returns the sidecar's answer.
+
+        None when that did not happen in time or the sidecar is gone. For shutdown, tests and tools:
+        the scheduler has no need of it.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._connection is not None and _left(deadline) > 0.001:
+            self.pump(source)
+            answer = self._flush_once(self._connection, deadline)
+            if answer is None:
+                break
+            settled = answer.in_step and not source.retelling
+            if settled and self._ring.resyncs == self._answered:
+                return answer
+        return None
+
+    def _flush_once(self, connection: socket.socket, deadline: float) -> Flushed | None:
+        connection.settimeout(_left(deadline))
+        try:
+            send(connection, Flush(self._ring.offered))
+            message, _ = receive(connection)
+        except TimeoutError:
+            return None
+        except (OSError, KVEventsError):
+            message = None
+        finally:
+            connection.settimeout(0)
+        if isinstance(message, Flushed):
+            return message
+        self._disconnect()
+        return None
+
+    def close(self) -> None:
+        """Leave: the sidecar publishes what is in the ring and that this worker is gone, then ends.
+
+        Does not wait for it. Safe to call twice.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                send(self._connection, Close())
+        self._disconnect()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+        self._ring.close()
+        os.close(self._eventfd)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())

@@ -1,0 +1,126 @@
+"""The link's control socket: what worker and sidecar say to each other besides the ring.
+
+A unix socket of type SEQPACKET: each message is one packet. The sidecar connects and says Hello; the
+worker answers Welcome with two file descriptors, the ring's memory and the eventfd that wakes the
+reader; the sidecar binds its sockets and says Ready, or Failed and why. From then on the end of the
+connection is the death of the other side.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TypeAlias
+
+import msgspec
+
+from kvevents.errors import KVEventsError
+from publisher.config import WorkerInfo
+
+__all__ = [
+    "FRESH",
+    "VERSION",
+    "Bound",
+    "Close",
+    "ControlMessage",
+    "Failed",
+    "Flush",
+    "Flushed",
+    "Hello",
+    "Ready",
+    "Welcome",
+    "receive",
+    "send",
+]
+
+VERSION = 1
+FRESH = 1
+"""Flag of a ring message: a re-telling begins with it, and what was missed before no longer matters."""
+
+_MAX_PACKET = 64 << 10
+_MAX_FDS = 2
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """Where a sink listens, ports filled in."""
+
+    endpoint: str
+    replay_endpoint: str | None
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Sidecar: here I am."""
+
+    version: int
+    pid: int
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """Worker: this is me; ring and eventfd come along."""
+
+    version: int
+    worker: WorkerInfo
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Sidecar: every socket is bound."""
+
+    sinks: tuple[Bound, ...]
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """Sidecar: I cannot start."""
+
+    reason: str
+
+
+class Flush(msgspec.Struct, tag=True, frozen=True):
+    """Worker: answer when all messages before `number` are published."""
+
+    number: int
+
+
+class Flushed(msgspec.Struct, tag=True, frozen=True):
+    """Sidecar: they are. `next_seqs`: of each sink. `in_step`: False when a resync is awaited.
+
+    `num_events`: events told by the worker so far, those of re-tellings included.
+    """
+
+    next_seqs: tuple[int, ...]
+    in_step: bool
+    num_events: int
+
+
+class Close(msgspec.Struct, tag=True, frozen=True):
+    """Worker: I am leaving in good order."""
+
+
+ControlMessage: TypeAlias = Hello | Welcome | Ready | Failed | Flush | Flushed | Close
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ControlMessage).decode
+
+
+def send(connection: socket.socket, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:
+    """Raises OSError when the other side is gone."""
+    socket.send_fds(connection, [_encode(message)], list(fds))
+
+
+def receive(connection: socket.socket) -> tuple[ControlMessage | None, list[int]]:
+    """The next message and the descriptors that came with it; (None, []) at the end of the connection.
+
+    Raises KVEventsError for a packet that is no message, BlockingIOError or TimeoutError when there
+    is none.
+    """
+    try:
+        data, fds, _, _ = socket.recv_fds(connection, _MAX_PACKET, _MAX_FDS)
+    except ConnectionError:
+        return None, []
+    if not data:
+        return None, []
+    try:
+        return _decode(data), list(fds)
+    except msgspec.MsgspecError as error:
+        for fd in fds:
+            os.close(fd)
+        raise KVEventsError(f"control message: {error}") from error

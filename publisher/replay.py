@@ -1,0 +1,162 @@
+"""Answers replays without ever waiting for a client.
+
+Each client has a cursor, served in turn a few messages at a time; a client whose queue is full is
+tried again later, and dropped when it has taken nothing for `timeout_s`. Every replay that is taken
+to its end ends with END, and so does the answer to a request that cannot be read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import zmq
+
+from kvevents.errors import KVEventsError
+from kvevents.frames import (
+    ReplayRequest,
+    parse_replay_request,
+    replay_answer,
+    replay_end,
+)
+
+__all__ = ["RETRY_S", "ReplayServer", "ReplayStats"]
+
+RETRY_S = 0.005
+"""How soon a client with a full queue is tried again."""
+
+_REQUESTS_PER_TURN = 64
+_MESSAGES_PER_TURN = 64
+_MESSAGES_PER_CLIENT = 16
+
+
+@dataclass(slots=True)
+class ReplayStats:
+    """Counts since the start. `dropped`: clients that stopped reading or went away."""
+
+    requests: int = 0
+    malformed: int = 0
+    answered: int = 0
+    batches: int = 0
+    dropped: int = 0
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """One client's replay: what is left of it, and when it last took something."""
+
+    identity: bytes
+    answers: Iterator[list[bytes]]
+    progress_at: float
+    waiting: list[bytes] | None = field(default=None)
+    """The message that its queue had no room for."""
+
+
+class ReplayServer:
+    """Serves a ROUTER socket that has ROUTER_MANDATORY set; not its owner.
+
+    `replay` gives the answers from a start seq.
+    """
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        topic: bytes,
+        replay: Callable[[int], Iterator[tuple[int, bytes]]],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self.router, self._topic, self._replay = router, topic, replay
+        self._timeout_s = timeout_s
+        self._retry_at = 0.0
+        self._cursors: deque[_Cursor] = deque()
+        self._stalled: dict[bytes, _Cursor] = {}
+        self.stats = ReplayStats()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to send now."""
+        return bool(self._cursors)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a client with a full queue is to be tried again before long."""
+        return bool(self._stalled)
+
+    def take_requests(self, now: float) -> None:
+        """Read the requests that have come, at most so many a turn."""
+        for _ in range(_REQUESTS_PER_TURN):
+            try:
+                identity, *frames = self.router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.stats.requests += 1
+            try:
+                request = parse_replay_request(frames)
+            except KVEventsError:
+                self.stats.malformed += 1
+                answers = iter([replay_end(delimited=frames[:1] == [b""])])
+            else:
+                answers = self._answers(request)
+            self._forget(identity)  # a client that asks again wants the new answer only
+            self._cursors.append(_Cursor(identity, answers, now))
+
+    def serve(self, now: float) -> None:
+        """Send a turn's worth of answers, shared by the clients."""
+        if self._stalled and now >= self._retry_at:
+            self._retry_stalled(now)
+        budget = _MESSAGES_PER_TURN
+        while budget > 0 and self._cursors:
+            cursor = self._cursors.popleft()
+            sent = self._serve_one(cursor, min(budget, _MESSAGES_PER_CLIENT), now)
+            budget -= max(1, sent)
+
+    def _retry_stalled(self, now: float) -> None:
+        """Put the clients with full queues back in line; drop those that have been full too long."""
+        self._retry_at = now + RETRY_S
+        stalled, self._stalled = self._stalled, {}
+        for cursor in stalled.values():
+            if now - cursor.progress_at > self._timeout_s:
+                self.stats.dropped += 1
+            else:
+                self._cursors.append(cursor)
+
+    def _answers(self, request: ReplayRequest) -> Iterator[list[bytes]]:
+        """Starts at once, so that the answer is of the moment of the request."""
+        replay = self._replay(request.start)
+
+        def answers() -> Iterator[list[bytes]]:
+            for seq, payload in replay:
+                yield replay_answer(self._topic, seq, payload, delimited=request.delimited)
+                self.stats.batches += 1
+            yield replay_end(delimited=request.delimited)
+            self.stats.answered += 1
+
+        return answers()
+
+    def _serve_one(self, cursor: _Cursor, most: int, now: float) -> int:
+        """Send up to `most` messages; returns how many. Queues the cursor again as fits."""
+        for sent in range(most):
+            message = cursor.waiting or next(cursor.answers, None)
+            if message is None:
+                return sent
+            try:
+                self.router.send_multipart([cursor.identity, *message], zmq.NOBLOCK)
+            except zmq.Again:
+                cursor.waiting = message
+                self._stalled[cursor.identity] = cursor
+                return sent
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self.stats.dropped += 1  # the client is gone
+                return sent
+            cursor.waiting = None
+            cursor.progress_at = now
+        self._cursors.append(cursor)
+        return most
+
+    def _forget(self, identity: bytes) -> None:
+        self._stalled.pop(identity, None)
+        self._cursors = deque(one for one in self._cursors if one.identity != identity)

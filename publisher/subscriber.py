@@ -1,0 +1,229 @@
+"""A router's end of the wire: live batches and replays, in order and without holes.
+
+Joins late (asks for the state first), closes gaps by replay, and says what could not be had. One
+thread: sockets are made, used and closed by the thread that calls.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias
+
+import zmq
+
+from kvevents.codec import Skipped, decode_batch
+from kvevents.errors import KVEventsError
+from kvevents.events import KVEventBatch
+from kvevents.frames import End, parse_live, parse_replay_answer, replay_request
+from kvevents.gaps import Action, Ask, Deliver, Gap, GapTracker, Lost, Restarted
+
+__all__ = ["Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"]
+
+_MESSAGES_PER_POLL = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch, in its turn. `skipped`: events of it that could not be read."""
+
+    seq: int
+    batch: KVEventBatch
+    skipped: tuple[Skipped, ...]
+    replayed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Undecodable:
+    """A batch of which nothing could be read."""
+
+    seq: int
+    payload: bytes
+    reason: str
+
+
+Received: TypeAlias = Batch | Undecodable | Gap | Lost | Restarted
+
+
+@dataclass(slots=True)
+class SubscriberStats:
+    """Counts since the start. `lost`: batches that could not be had; `malformed`: messages."""
+
+    batches: int = 0
+    gaps: int = 0
+    replayed: int = 0
+    lost: int = 0
+    restarts: int = 0
+    malformed: int = 0
+
+
+class Subscriber:
+    """Subscribes to a sink of ours or to an engine's publisher.
+
+    Without a `replay_endpoint` it starts with the next live batch, and a gap is a loss. `topic` is a
+    prefix. A replay of which nothing comes for `replay_timeout_s` is asked for again, then given up.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        replay_timeout_s: float = 5.0,
+    ) -> None:
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        self._replay_endpoint, self._replay_timeout_s = replay_endpoint, replay_timeout_s
+        self._tracker = GapTracker(can_replay=replay_endpoint is not None)
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._replay_deadline = float("inf")
+        self._ready: deque[Received] = deque()
+        self.stats = SubscriberStats()
+        self._sub = self._context.socket(zmq.SUB)
+        self._poller = zmq.Poller()
+        try:
+            self._sub.setsockopt(zmq.RCVHWM, 0)
+            self._sub.setsockopt(zmq.IPV6, "[" in endpoint)
+            self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
+            self._sub.connect(endpoint)
+            self._poller.register(self._sub, zmq.POLLIN)
+            self._act(self._tracker.start())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def next_seq(self) -> int | None:
+        """The seq of the batch that would come next; None while nothing is known of the stream."""
+        return self._tracker.expected
+
+    @property
+    def recovering(self) -> bool:
+        """Whether a replay is under way: what was received is not the newest there is."""
+        return self._tracker.recovering
+
+    def receive(self, timeout_s: float | None = None) -> list[Received]:
+        """What came, in order; waits for something at most `timeout_s` (None: for ever).
+
+        An empty list means that the time is up.
+        """
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ready:
+            now = time.monotonic()
+            if self._dealer is not None and now >= self._replay_deadline:
+                self._act(self._tracker.failed())
+                continue
+            until = min(deadline, self._replay_deadline if self._dealer else float("inf"))
+            wait = None if until == float("inf") else math.ceil(max(0.0, until - now) * 1000)
+            ready = dict(self._poller.poll(wait))
+            if self._dealer is not None and self._dealer in ready:
+                self._read_replay(self._dealer)
+            if self._sub in ready:
+                self._read_live()
+            if not ready and time.monotonic() >= deadline:
+                break
+        received, self._ready = list(self._ready), deque()
+        return received
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._close_dealer()
+        self._sub.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------- inside
+
+    def _read_live(self) -> None:
+        for _ in range(_MESSAGES_PER_POLL):
+            try:
+                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                frame = parse_live(frames)
+            except KVEventsError:
+                self.stats.malformed += 1
+                continue
+            self._act(self._tracker.live(frame.seq, frame.payload))
+
+    def _read_replay(self, dealer: zmq.Socket[bytes]) -> None:
+        self._replay_deadline = time.monotonic() + self._replay_timeout_s
+        for _ in range(_MESSAGES_PER_POLL):
+            try:
+                frames = dealer.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                answer = parse_replay_answer(frames)
+            except KVEventsError:
+                self.stats.malformed += 1
+                self._act(self._tracker.failed())
+                return
+            if isinstance(answer, End):
+                self._close_dealer()
+                self._act(self._tracker.end())
+                return
+            self._act(self._tracker.replayed(answer.seq, answer.payload))
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver():
+                    self._deliver(action)
+                case Ask(start=start):
+                    self._ask(start)
+                case Gap():
+                    self.stats.gaps += 1
+                    self._ready.append(action)
+                case Lost(count=count):
+                    self.stats.lost += count
+                    self._ready.append(action)
+                case Restarted():
+                    self.stats.restarts += 1
+                    self._ready.append(action)
+        if not self._tracker.recovering:
+            self._close_dealer()
+
+    def _deliver(self, deliver: Deliver) -> None:
+        self.stats.replayed += deliver.replayed
+        try:
+            decoded = decode_batch(deliver.payload)
+        except KVEventsError as error:
+            self.stats.malformed += 1
+            self._ready.append(Undecodable(deliver.seq, deliver.payload, str(error)))
+            return
+        self.stats.batches += 1
+        self._ready.append(Batch(deliver.seq, decoded.batch, decoded.skipped, deliver.replayed))
+
+    def _ask(self, start: int) -> None:
+        """On a new socket: answers to an earlier request cannot get in between."""
+        self._close_dealer()
+        assert self._replay_endpoint is not None, "G2: only a tracker that can replay asks"
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.IPV6, "[" in self._replay_endpoint)
+        dealer.connect(self._replay_endpoint)
+        dealer.send_multipart(replay_request(start))
+        self._poller.register(dealer, zmq.POLLIN)
+        self._dealer = dealer
+        self._replay_deadline = time.monotonic() + self._replay_timeout_s
+
+    def _close_dealer(self) -> None:
+        if self._dealer is not None:
+            self._poller.unregister(self._dealer)
+            self._dealer.close(linger=0)
+            self._dealer = None

@@ -1,0 +1,154 @@
+"""A stream, one line per event."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvevents.gaps import Gap, Lost, Restarted
+from kvevents.hashing import canonical_hash
+from publisher.config import ConfigError, check_endpoint
+from publisher.subscriber import Batch, Received, Subscriber, Undecodable
+
+__all__ = ["json_lines", "tail", "text_lines"]
+
+
+def tail(
+    endpoint: str,
+    replay_endpoint: str | None,
+    *,
+    topic: str,
+    count: int | None,
+    as_json: bool,
+    timeout_s: float | None,
+    write: Callable[[str], None],
+) -> bool:
+    """Write lines until `count` events have been written or nothing came for `timeout_s`.
+
+    Returns whether anything came at all. Raises ConfigError for an endpoint that cannot be.
+    """
+    for key, address in (("ENDPOINT", endpoint), ("--replay-endpoint", replay_endpoint)):
+        if address is not None:
+            check_endpoint(key, address)
+            if address.startswith("tcp://*"):
+                raise ConfigError(f"{key}: {address!r} is where a publisher binds; name a host")
+    lines_of = json_lines if as_json else text_lines
+    seen, written = False, 0
+    with Subscriber(endpoint, replay_endpoint, topic=topic) as subscriber:
+        while received := subscriber.receive(timeout_s):
+            seen = True
+            for one in received:
+                for line in lines_of(one):
+                    write(line)
+                    written += 1
+                    if written == count:
+                        return True
+    return seen
+
+
+def text_lines(received: Received) -> Iterator[str]:
+    """One line for each event, or for what went wrong."""
+    match received:
+        case Batch():
+            stamp = _clock(received.batch.ts)
+            for event in received.batch.events:
+                yield f"{stamp} {received.seq:>8} {_text(event)}"
+            for skipped in received.skipped:
+                yield f"{stamp} {received.seq:>8} SKIPPED event {skipped.position}: {skipped.reason}"
+        case Undecodable():
+            head = received.payload[:16].hex()
+            yield f"{'':12} {received.seq:>8} UNDECODABLE {received.reason} ({head}…)"
+        case Gap():
+            yield f"{'':12} {received.first:>8} GAP {received.count} missing, asking for a replay"
+        case Lost():
+            yield f"{'':12} {received.first:>8} LOST {received.count} that nobody has any more"
+        case Restarted():
+            yield f"{'':12} {received.seq:>8} RESTART of the publisher"
+
+
+def json_lines(received: Received) -> Iterator[str]:
+    """The same as JSON objects. 64-bit hashes are strings: JSON numbers lose their low bits."""
+    match received:
+        case Batch():
+            batch = received.batch
+            common = {"ts": batch.ts, "seq": received.seq, "dp_rank": batch.dp_rank}
+            common["replayed"] = received.replayed
+            for event in batch.events:
+                yield _json(common | _plain(event))
+            for skipped in received.skipped:
+                yield _json(common | {"type": "Skipped", "reason": skipped.reason})
+        case Undecodable():
+            yield _json(
+                {
+                    "seq": received.seq,
+                    "type": "Undecodable",
+                    "reason": received.reason,
+                    "payload": received.payload.hex(),
+                }
+            )
+        case Gap() | Lost():
+            kind = type(received).__name__
+            yield _json({"seq": received.first, "type": kind, "count": received.count})
+        case Restarted():
+            yield _json({"seq": received.seq, "type": "Restarted"})
+
+
+def _text(event: Event) -> str:
+    match event:
+        case BlockStored():
+            short, parent = _short(event.block_hashes[:1]), event.parent_block_hash
+            after = "start" if parent is None else _short([parent])
+            extras = "".join(
+                f" {name}={value!r}"
+                for name in ("lora_name", "cache_salt", "extra_key")
+                if (value := getattr(event, name)) is not None
+            )
+            return (
+                f"stored  {event.medium or '-':<10} {len(event.block_hashes):>5} blocks"
+                f"  {short} ← {after:<12} {len(event.token_ids):>6} tokens{extras}"
+            )
+        case BlockRemoved():
+            return (
+                f"removed {event.medium or '-':<10} {len(event.block_hashes):>5} blocks"
+                f"  {_short(event.block_hashes[:1])}"
+            )
+        case AllBlocksCleared():
+            return "cleared"
+
+
+def _short(hashes: list[int | bytes]) -> str:
+    """The first 12 hex digits of the first hash."""
+    return f"{canonical_hash(hashes[0]) & 2**64 - 1:016x}"[:12] if hashes else "-"
+
+
+def _plain(event: Event) -> dict[str, object]:
+    found: dict[str, object] = {"type": type(event).__name__}
+    for name in event.__struct_fields__:
+        value = getattr(event, name)
+        if name == "block_hashes":
+            value = [_name(one) for one in value]
+        elif name == "parent_block_hash" and value is not None:
+            value = _name(value)
+        elif name == "token_ids":
+            value = list(value)
+        found[name] = value
+    return found
+
+
+def _name(value: int | bytes) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _json(fields: dict[str, object]) -> str:
+    return msgspec.json.encode(fields).decode()
+
+
+def _clock(ts: float) -> str:
+    try:
+        moment = time.localtime(ts)
+    except (OverflowError, ValueError, OSError):
+        return f"{'?':12}"
+    return f"{time.strftime('%H:%M:%S', moment)}.{int(ts % 1 * 1000):03}"
