@@ -46,9 +46,13 @@ class PageAllocator:
             raise ValueError(f"pages: {len(pages)} freed, {self.num_pages - self.num_free} are out")
         self._free.extend(pages)
 
+    def take_back(self, pages: PageIndices) -> None:
+        """Take back pages that are known to be out; not checked."""
+        self._free.extend(pages)
+
     def check(self, pages: PageIndices) -> None:
         """Raises ValueError unless every index is a page of this pool."""
-        if pages and not (min(pages) >= 0 and max(pages) < self.num_pages):
+        if pages and max(array("Q", pages.tobytes())) >= self.num_pages:  # a negative one is huge
             wrong = next(page for page in pages if not 0 <= page < self.num_pages)
             raise ValueError(f"page index: {wrong} is not in 0..{self.num_pages - 1}")
 

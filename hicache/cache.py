@@ -228,14 +228,14 @@ class HiRadixCache:
             raise ValueError(f"flush: {locked} pages are locked")
         for node in self._tree.nodes():
             if (pages := node.copies[Tier.DEVICE]) is not None:
-                self.device_pool.allocator.free(pages)
+                self.device_pool.allocator.take_back(pages)
         self._evictable.clear()
         self._tree.clear()
         self._residency.clear()
 
     def _drop_device(self, node: Node) -> None:
         parent = node.parent
-        self.device_pool.allocator.free(self._residency.drop(node, Tier.DEVICE))
+        self.device_pool.allocator.take_back(self._residency.drop(node, Tier.DEVICE))
         if not node.resident and not node.children:
             self._tree.remove(node)
         if parent is not None:

@@ -1,0 +1,38 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.PHONY: demo test check format bench stress clean
+
+demo: $(INSTALLED)
+	$(BIN)/kvevents demo
+
+test: check
+	$(BIN)/pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks
+
+# The model tests with many examples; minutes.
+stress: $(INSTALLED)
+	KVEVENTS_PROFILE=stress $(BIN)/pytest --timeout=3600 -k model
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("python 3.11 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
