@@ -50,7 +50,7 @@ class LinkError(Exception):
     """The sidecar did not come, could not start, or is gone."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClientStats:
     """What the worker's end has counted. Messages: offered = written + refused."""
 
@@ -85,8 +85,8 @@ class SidecarClient:
 
     @property
     def stats(self) -> ClientStats:
-        """The counts so far."""
-        return self._stats
+        """The counts so far, a copy."""
+        return replace(self._stats)
 
     @property
     def connected(self) -> bool:
@@ -159,7 +159,7 @@ class SidecarClient:
         if (wanted := self._ring.resyncs) != self._answered and self._half_free():
             source.begin_retell()
             flags, self._answered = FRESH, wanted
-            self._stats = replace(self._stats, retellings=self._stats.retellings + 1)
+            self._stats.retellings += 1
         if source.retelling and self._half_free():
             source.retell(RETELL_BLOCKS)
         records = source.take_records()
@@ -179,11 +179,10 @@ class SidecarClient:
         written = self._ring.write(_encode((time.time(), records)), flags)
         with contextlib.suppress(BlockingIOError):  # 2**64 - 2 wakes not read yet: awake enough
             os.eventfd_write(self._eventfd, 1)
-        stats = self._stats
         if written:
-            self._stats = replace(stats, written=stats.written + 1)
+            self._stats.written += 1
         else:
-            self._stats = replace(stats, refused=stats.refused + 1)
+            self._stats.refused += 1
         return written
 
     # --------------------------------------------------------------------------------- waiting

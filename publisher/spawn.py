@@ -99,7 +99,8 @@ def spawn(
 
 def _start(link: Path, config: SidecarConfig) -> subprocess.Popen[bytes]:
     """A child in a session of its own: a Ctrl-C at the terminal ends it through its worker."""
-    command = [sys.executable, "-m", "publisher.cli", "serve", "--link", str(link), "--config", "-"]
+    module = ["-P", "-m", "publisher.cli"]  # -P: not a folder of that name in the working directory
+    command = [sys.executable, *module, "serve", "--link", str(link), "--config", "-"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )

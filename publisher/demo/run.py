@@ -73,7 +73,7 @@ class _Child:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [sys.executable, "-P", "-m", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
