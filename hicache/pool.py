@@ -77,11 +77,18 @@ class PagePool:
 
 
 def as_pages(indices: object) -> PageIndices:
-    """Page indices from an array, a tensor or a sequence of ints. Raises TypeError for others."""
+    """Page indices from an array, a tensor or a sequence of ints.
+
+    Raises TypeError for others, and ValueError for an int that no index can be.
+    """
     if isinstance(indices, array) and indices.typecode == "q":
         return indices
     if isinstance(indices, torch.Tensor):
         indices = indices.tolist()
     if not isinstance(indices, (list, tuple, array, range)):
         raise TypeError(f"page_indices: {type(indices).__name__} is not a sequence of ints")
-    return array("q", indices)
+    try:
+        return array("q", indices)
+    except OverflowError:
+        wrong = next(index for index in indices if not -(2**63) <= index < 2**63)
+        raise ValueError(f"page index: {wrong} is not in 0..{2**63 - 1}") from None

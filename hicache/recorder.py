@@ -69,7 +69,10 @@ class Recorder:
         self._tree = tree
         self._records: list[Record] = []
         self._telling = 0
-        self._untold: list[Node] = []
+        self._untold: dict[Node, None] = {}
+        """Nodes through which all that is still to be told is found, and no others for long: a
+        re-telling that nobody continues keeps no more than the tree does.
+        """
 
     @property
     def retelling(self) -> bool:
@@ -82,11 +85,13 @@ class Recorder:
                 self._records.append(StoreKnown(MEDIUM[tier], first_id, count))
         elif self._untold and not self._told_parent(node):
             node.told = -1
-            self._untold.append(node)
+            self._untold[node] = None
         else:
             self._tell_new(node, tier)
 
     def dropped(self, node: Node, tier: Tier) -> None:
+        if not node.resident:
+            self._untold.pop(node, None)
         if node.told == self._telling:
             span = (BlockId(node.first_id), node.num_pages)
             last = self._records[-1] if self._records else None
@@ -94,11 +99,11 @@ class Recorder:
                 last.ranges.append(span)
             else:
                 self._records.append(Remove(MEDIUM[tier], [span]))
-        elif node.parent is not None:  # which may be the upper half of a split, in no list yet
-            self._untold.append(node.parent)
+        elif node.parent is not None and self._awaits(node.parent):
+            self._untold[node.parent] = None  # it may be the upper half of a split, unlisted so far
 
     def cleared(self) -> None:
-        self._untold = []
+        self._untold.clear()
         self._records.append(Clear())
 
     def take(self) -> list[Record]:
@@ -108,15 +113,15 @@ class Recorder:
     def begin_retell(self) -> None:
         self._records = [Clear()]
         self._telling += 1
-        self._untold = self._tree.nodes()
+        self._untold = dict.fromkeys(self._tree.nodes())
 
     def retell(self, num_blocks: int) -> None:
         """Splits a node that is larger than what is left of `num_blocks`; splits are silent."""
         while self._untold and num_blocks > 0:
-            node = self._untold[-1]
+            node, _ = self._untold.popitem()
             if not self._awaits(node):
-                self._untold.pop()
                 continue
+            self._untold[node] = None  # until the end of its path is told
             for untold in reversed(self._untold_path(node)):
                 if untold.num_pages > num_blocks:
                     self._tell(self._tree.split(untold, num_blocks))

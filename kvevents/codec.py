@@ -7,7 +7,8 @@ both read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from kvevents.tokens import MAX_TOKEN, TokenIds
 
 __all__ = ["Decoded", "Skipped", "decode_batch", "encode_batch"]
 
-_I64 = (-(2**63), 2**63 - 1)
+_I64_MIN, _I64_MAX, _U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,15 @@ class Decoded:
 def _tokens_to_list(value: object) -> list[int]:
     if isinstance(value, TokenIds):
         return value.tolist()
-    raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
+    raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_tokens_to_list).encode
 _decode_strict = msgspec.msgpack.Decoder(KVEventBatch).decode
+_decode_event = msgspec.msgpack.Decoder(Event).decode
 _decode_plain = msgspec.msgpack.Decoder().decode
+_split = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
 def encode_batch(batch: KVEventBatch) -> bytes:
@@ -69,11 +73,8 @@ def decode_batch(payload: bytes) -> Decoded:
     """
     try:
         return Decoded(_decode_strict(payload))
-    except (msgspec.ValidationError, OverflowError):
-        pass
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise KVEventsError(f"payload: {error}") from error
-    return _decode_leniently(payload)
+    except _UNREADABLE:
+        return _decode_leniently(payload)
 
 
 # ------------------------------------------------------------------------------------------- out
@@ -98,35 +99,51 @@ def _check_batch(batch: KVEventBatch) -> None:
             _check_stored(event, path)
 
 
-def _check_hashes(hashes: Sequence[int | bytes], path: str) -> None:
+def _check_hashes(hashes: object, path: str) -> None:
+    if not isinstance(hashes, (list, tuple)):
+        raise TypeError(f"{path}: {type(hashes).__name__} is not a list")
     if not hashes:
         raise ValueError(f"{path}: an event needs at least one block")
-    try:
-        low, high = min(cast("list[int]", hashes)), max(cast("list[int]", hashes))
-    except TypeError:
-        raise TypeError(f"{path}: hashes must all be ints") from None
-    if type(low) is not int or low < _I64[0] or high > _I64[1]:
-        raise ValueError(f"{path}: a hash is not a signed 64-bit int")
+    if set(map(type, hashes)) != {int}:
+        other = next(value for value in hashes if type(value) is not int)
+        raise TypeError(f"{path}: {other!r} is not an int")
+    for bound in (min(hashes), max(hashes)):
+        if not _I64_MIN <= bound <= _I64_MAX:
+            raise ValueError(f"{path}: {bound} is not in {_I64_MIN}..{_I64_MAX}")
 
 
 def _check_stored(event: BlockStored, path: str) -> None:
     if type(event.block_size) is not int or event.block_size < 1:
         raise ValueError(f"{path}.block_size: {event.block_size!r} is below 1")
-    needed = len(event.block_hashes) * event.block_size
-    if len(event.token_ids) != needed:
-        raise ValueError(
-            f"{path}.token_ids: {len(event.token_ids)} ids, but {len(event.block_hashes)} blocks of"
-            f" {event.block_size} need {needed}"
-        )
-    if not isinstance(event.token_ids, TokenIds):  # which cannot hold any other
-        for token in event.token_ids:
-            if type(token) is not int or not 0 <= token <= MAX_TOKEN:
-                raise ValueError(f"{path}.token_ids: {token!r} is not in 0..{MAX_TOKEN}")
+    _check_tokens(event, f"{path}.token_ids")
     parent = event.parent_block_hash
     if parent is not None:
         _check_hashes([parent], f"{path}.parent_block_hash")
         if parent == event.block_hashes[0]:
             raise ValueError(f"{path}.parent_block_hash: {parent!r} is the block itself")
+    lora_id = event.lora_id
+    if lora_id is not None and not (type(lora_id) is int and _I64_MIN <= lora_id <= _U64_MAX):
+        raise ValueError(f"{path}.lora_id: {lora_id!r} is not in {_I64_MIN}..{_U64_MAX}")
+    for name in ("lora_name", "cache_salt", "session_id", "extra_key"):
+        text = getattr(event, name)
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"{path}.{name}: {text!r} is not a string")
+
+
+def _check_tokens(event: BlockStored, path: str) -> None:
+    tokens, blocks = event.token_ids, len(event.block_hashes)
+    if not isinstance(tokens, (TokenIds, list, tuple)):
+        raise TypeError(f"{path}: {type(tokens).__name__} is neither TokenIds nor a list")
+    needed = blocks * event.block_size
+    if len(tokens) != needed:
+        raise ValueError(
+            f"{path}: {len(tokens)} ids, but {blocks} blocks of {event.block_size} need {needed}"
+        )
+    if isinstance(tokens, TokenIds):  # which cannot hold any other
+        return
+    for token in tokens:
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN:
+            raise ValueError(f"{path}: {token!r} is not in 0..{MAX_TOKEN}")
 
 
 # -------------------------------------------------------------------------------------------- in
@@ -150,53 +167,73 @@ _TYPES: dict[str, tuple[type[Event], tuple[str, ...]]] = {
 
 
 def _decode_leniently(payload: bytes) -> Decoded:
-    try:
-        plain = _decode_plain(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise KVEventsError(f"payload: {error}") from error
-    if not isinstance(plain, list) or len(plain) < 2:
+    """Event by event: nothing in one of them, not even bytes that are no value, reaches the others."""
+    parts = _elements(payload, "payload")
+    if len(parts) < 2:
         raise KVEventsError("payload: a batch is an array of three, [ts, events, dp_rank]")
-    ts, events, rank = (*plain[:3], None)[:3]
+    ts = _plain(parts[0], "ts")
     if isinstance(ts, bool) or not isinstance(ts, (int, float)):
         raise KVEventsError(f"ts: {_short(ts)} is not a number")
-    if not isinstance(events, list):
-        raise KVEventsError(f"events: {_short(events)} is not an array")
+    rank = _plain(parts[2], "dp_rank") if len(parts) > 2 else 0
     if rank is not None and type(rank) is not int:
         raise KVEventsError(f"dp_rank: {_short(rank)} is not an int")
     kept: list[Event] = []
     skipped: list[Skipped] = []
-    for position, raw in enumerate(events):
+    for position, raw in enumerate(_elements(parts[1], "events")):
         try:
             kept.append(_event(raw))
-        except (msgspec.ValidationError, KVEventsError) as error:
+        except (*_UNREADABLE, KVEventsError) as error:
             skipped.append(Skipped(position, str(error)))
     return Decoded(KVEventBatch(float(ts), kept, rank), tuple(skipped))
 
 
-def _event(raw: Any) -> Event:
-    if isinstance(raw, dict):
-        fields = dict(raw)
-        tag = fields.pop("type", None)
-    elif isinstance(raw, list) and raw:
-        tag, fields = raw[0], None
-    else:
-        raise KVEventsError(f"{_short(raw)} is neither a map nor an array with a tag")
+def _elements(data: bytes | msgspec.Raw, path: str) -> list[msgspec.Raw]:
+    try:
+        return _split(data)
+    except _UNREADABLE as error:
+        raise KVEventsError(f"{path}: {error}") from error
+
+
+def _plain(data: msgspec.Raw, path: str) -> Any:
+    try:
+        return _decode_plain(data)
+    except _UNREADABLE as error:
+        raise KVEventsError(f"{path}: {error}") from error
+
+
+def _event(raw: msgspec.Raw) -> Event:
+    try:
+        return _decode_event(raw)
+    except _UNREADABLE as error:
+        plain = _decode_plain(raw)
+        if isinstance(plain, list) and plain:
+            return _positional_event(plain)
+        if not isinstance(plain, dict):
+            raise KVEventsError(f"{_short(plain)} is neither a map nor an array") from error
+        _refuse_bigrams(plain.get("token_ids"))
+        raise
+
+
+def _positional_event(raw: list[Any]) -> Event:
+    tag = raw[0]
     known = _TYPES.get(tag) if isinstance(tag, str) else None
     if known is None:
         raise KVEventsError(f"type: {_short(tag)} is unknown")
     kind, slots = known
-    if fields is None:
-        fields = dict(zip(slots, raw[1:], strict=False))
-        if isinstance(fields.get("lora_name"), dict):
-            metadata = fields.pop("lora_name")
-            fields["cache_salt"] = metadata.get("cache_salt")
-    tokens = fields.get("token_ids")
+    fields: dict[str, Any] = dict(zip(slots, raw[1:], strict=False))
+    if isinstance(fields.get("lora_name"), dict):
+        fields["cache_salt"] = fields.pop("lora_name").get("cache_salt")
+    _refuse_bigrams(fields.get("token_ids"))
+    convert = cast("Callable[..., Event]", msgspec.convert)
+    # Without `builtin_types` a string would be taken for bytes in base64, and so for a hash.
+    return convert(fields | {"type": tag}, kind, builtin_types=(bytes,))
+
+
+def _refuse_bigrams(tokens: object) -> None:
     if isinstance(tokens, list) and tokens and isinstance(tokens[0], list):
         raise KVEventsError("token_ids: pairs of tokens (EAGLE bigrams) are not understood")
-    convert = cast("Callable[[Any, type[Event]], Event]", msgspec.convert)
-    return convert(fields | {"type": tag}, kind)
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    """Bounded in length and in depth: the value comes from a stranger."""
+    return reprlib.repr(value)

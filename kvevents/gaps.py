@@ -109,30 +109,32 @@ class GapTracker:
         """A frame came in answer to a replay."""
         if self._asked is None:
             return []
+        expected = self._expected
+        if expected is None:  # a snapshot is where the stream begins
+            expected = seq if self._asked == JOIN else self._asked
+        if seq < expected:
+            return []
         self._answers += 1
         actions: list[Action] = []
-        if self._expected is None:
-            if self._asked != JOIN and seq > self._asked:
-                actions.append(Lost(self._asked, seq - self._asked))
-            self._expected = seq
-        elif seq < self._expected:
-            return []
-        elif seq > self._expected:
-            actions.append(Lost(self._expected, seq - self._expected))
+        while self._held and self._held[0][0] < seq:  # the log has dropped what came live
+            early, text = self._held.popleft()
+            if early >= expected:
+                actions += [*_lost(expected, early), Deliver(early, text, replayed=False)]
+                expected = early + 1
         self._expected = seq + 1
-        actions.append(Deliver(seq, payload, replayed=True))
-        return actions
+        return [*actions, *_lost(expected, seq), Deliver(seq, payload, replayed=True)]
 
     def end(self) -> list[Action]:
         """The replay's end marker came."""
         asked, self._asked = self._asked, None
         if asked is None:
             return []
+        self._failures = 0
         if asked == JOIN and not self._answers:
             return [self._ask(0)]
-        self._failures = 0
-        if self._expected is None:
-            self._expected = 0  # nothing was ever published
+        if self._expected is None:  # nothing had been published when this was answered
+            self._expected = 0
+            return self._release(gave_up=False)
         return self._release(gave_up=not self._answers)
 
     def failed(self) -> list[Action]:
@@ -155,9 +157,8 @@ class GapTracker:
     def _next(self, seq: int, payload: bytes) -> list[Action]:
         """A frame's turn, in step."""
         if self._expected is None:  # no replay told what came before
-            lost: list[Action] = [Lost(0, seq)] if seq else []
             self._expected = seq + 1
-            return [*lost, Deliver(seq, payload, replayed=False)]
+            return [*_lost(0, seq), Deliver(seq, payload, replayed=False)]
         if seq < self._expected:
             return []  # a replay has brought it already
         if seq == self._expected:
@@ -177,9 +178,7 @@ class GapTracker:
             seq, payload = self._held.popleft()
             expected = self._expected
             if gave_up and (expected is None or seq > expected):
-                first = expected or 0
-                if seq > first:
-                    actions.append(Lost(first, seq - first))
+                actions += _lost(expected or 0, seq)
                 self._expected = seq
                 gave_up = False
             step = self._next(seq, payload)
@@ -197,3 +196,7 @@ class GapTracker:
             self._held.append((seq, payload))
             return [Restarted(seq), self._ask(JOIN)]
         return [Restarted(seq), *self._next(seq, payload)]
+
+
+def _lost(first: int, end: int) -> list[Action]:
+    return [Lost(first, end - first)] if end > first else []

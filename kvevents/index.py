@@ -106,26 +106,19 @@ class BlockIndex:
         self.block_size = None
 
     def _store(self, event: BlockStored) -> None:
-        size, count = event.block_size, len(event.block_hashes)
-        if self.block_size is None:
-            self.block_size = size
-        tokens = event.token_ids
-        if size != self.block_size or size < 1 or len(tokens) != size * count:
-            self.oddities.malformed += count
-            return
-        try:
-            packed = tokens.packed if isinstance(tokens, TokenIds) else pack_tokens(tokens)
-        except (TypeError, ValueError):
-            self.oddities.malformed += count
-            return
-        medium = StorageMedium.GPU if event.medium is None else event.medium
-        bit, step = _BIT[medium], size * TOKEN_BYTES
-        namespace = self._namespace(event)
-        raw_parent = event.parent_block_hash
+        hashes, raw_parent = event.block_hashes, event.parent_block_hash
         parent = None if raw_parent is None else canonical_hash(raw_parent)
+        packed = self._tokens_of(event)
+        if packed is None or not hashes or parent == canonical_hash(hashes[0]):
+            self.oddities.malformed += len(hashes)
+            return
+        self.block_size = event.block_size
+        medium = StorageMedium.GPU if event.medium is None else event.medium
+        bit, step = _BIT[medium], event.block_size * TOKEN_BYTES
+        namespace = self._namespace(event)
         if parent is not None and parent not in self._blocks:
             self.oddities.unknown_parent += 1
-        for at, raw in enumerate(event.block_hashes):
+        for at, raw in enumerate(hashes):
             block_hash = canonical_hash(raw)
             held = self._blocks.get(block_hash)
             if held is None:
@@ -158,6 +151,17 @@ class BlockIndex:
             del self._blocks[block_hash]
             if self._children is not None and self._children.get(_key(held)) == block_hash:
                 del self._children[_key(held)]
+
+    def _tokens_of(self, event: BlockStored) -> TokenBytes | None:
+        """The tokens of an event; None unless they are whole blocks, one a hash, of this index's size."""
+        size, tokens = event.block_size, event.token_ids
+        sound = size == self.block_size if self.block_size else size > 0
+        if not sound or len(tokens) != size * len(event.block_hashes):
+            return None
+        try:
+            return pack_tokens(tokens)
+        except (TypeError, ValueError):
+            return None
 
     def _put(self, block_hash: BlockHash, block: Block) -> None:
         self._blocks[block_hash] = block

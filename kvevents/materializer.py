@@ -84,6 +84,11 @@ class _Run:
             self.media[start:stop],
         )
 
+    def empty(self) -> None:
+        """Keep the place in the order of runs, and nothing else."""
+        self.tokens = self.digests = b""
+        self.hashes, self.media = array("q"), bytearray()
+
 
 class Materializer:
     """Turns records into events. `block_size` is in tokens, the same for every block."""
@@ -231,6 +236,7 @@ class Materializer:
         self._resident -= count
         run.live -= count
         if not run.live:
+            run.empty()
             self._dead += 1
             if self._dead > 32 and self._dead * 2 > len(self._runs):
                 self._sweep()

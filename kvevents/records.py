@@ -97,5 +97,5 @@ def decode_records(data: bytes | memoryview) -> list[Record]:
     """Raises KVEventsError for bytes that are no records."""
     try:
         return _decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise KVEventsError(f"records: {error}") from error

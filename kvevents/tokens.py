@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NewType, overload
 
 __all__ = ["MAX_TOKEN", "TOKEN_BYTES", "TokenBytes", "TokenIds", "pack_tokens"]
@@ -35,6 +36,9 @@ class TokenIds(Sequence[int]):
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(_unpack(self.packed))  # by index, as Sequence does it, each id unpacks all
+
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
@@ -49,9 +53,6 @@ class TokenIds(Sequence[int]):
         if isinstance(other, Sequence):
             return self.tolist() == list(other)
         return NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.packed)
 
     def __repr__(self) -> str:
         return repr(self.tolist())
@@ -103,14 +104,14 @@ def _from_numpy(values: Any) -> TokenBytes:
         raise ValueError(f"tokens: shape {values.shape} is not one-dimensional")
     if values.dtype.kind not in "iu":
         raise TypeError(f"tokens: dtype {values.dtype} is not an integer type")
-    if values.size and values.dtype.str not in ("<u4", "=u4"):
-        for bound in (values.min(), values.max()):
-            _check(int(bound))
+    if values.size and values.dtype.str != "<u4":
+        for position in (int(values.argmin()), int(values.argmax())):
+            _check(int(values[position]), position)
     return TokenBytes(values.astype("<u4", copy=False).tobytes())
 
 
-def _from_ints(tokens: Iterable[int]) -> TokenBytes:
-    if isinstance(tokens, (str, bytearray, memoryview)):
+def _from_ints(tokens: Any) -> TokenBytes:
+    if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytearray, memoryview)):
         raise TypeError(f"tokens: {type(tokens).__name__} is not a sequence of ints")
     try:
         packed = array("I", tokens)
@@ -122,17 +123,16 @@ def _from_ints(tokens: Iterable[int]) -> TokenBytes:
     return TokenBytes(packed.tobytes())
 
 
-def _explain(tokens: Iterable[Any]) -> None:
+def _explain(tokens: Sequence[Any]) -> None:
     """Raise the error that names the first id that cannot be packed."""
-    if not isinstance(tokens, Iterable):
-        raise TypeError(f"tokens: {type(tokens).__name__} is not a sequence of ints") from None
     for position, token in enumerate(tokens):
-        if not isinstance(token, int):
+        try:
+            value = operator.index(token)
+        except TypeError:
             raise TypeError(f"tokens[{position}]: {token!r} is not an int") from None
-        _check(token, position)
+        _check(value, position)
 
 
-def _check(token: int, position: int | None = None) -> None:
+def _check(token: int, position: int) -> None:
     if not 0 <= token <= MAX_TOKEN:
-        where = "tokens" if position is None else f"tokens[{position}]"
-        raise ValueError(f"{where}: {token} is not in 0..{MAX_TOKEN}") from None
+        raise ValueError(f"tokens[{position}]: {token} is not in 0..{MAX_TOKEN}") from None

@@ -1,0 +1,83 @@
+"""Which pages are free."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.allocator import PageAllocator
+
+
+@given(num_pages=st.integers(1, 8), data=st.data())
+def test_every_page_is_out_or_free(num_pages: int, data: st.DataObject) -> None:
+    """Whatever is allocated and freed, each page of the pool is in exactly one of the two places."""
+    allocator, out = PageAllocator(num_pages), list[int]()
+    for wanted in data.draw(st.lists(st.integers(-8, 8), max_size=20)):
+        if wanted < 0:
+            back, out = out[wanted:], out[:wanted]
+            allocator.free(array("q", back))
+        elif (pages := allocator.allocate(wanted)) is not None:
+            assert len(pages) == wanted
+            out += pages
+        else:
+            assert wanted > allocator.num_free
+        assert sorted([*out, *allocator.free_pages()]) == list(range(num_pages))
+        assert allocator.num_free == num_pages - len(out)
+
+
+def test_too_much_is_none_and_takes_none() -> None:
+    """An allocation that cannot be met leaves every page free."""
+    allocator = PageAllocator(3)
+    assert allocator.allocate(4) is None
+    assert allocator.num_free == 3
+
+
+def test_the_last_freed_is_handed_out_first() -> None:
+    """A page given back is the next one out."""
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(3)
+    assert pages is not None
+    allocator.free(pages[1:2])
+    assert allocator.allocate(1) == pages[1:2]
+
+
+def test_the_free_list_is_a_copy() -> None:
+    """Changing what `free_pages` returned changes nothing."""
+    allocator = PageAllocator(2)
+    del allocator.free_pages()[:]
+    assert allocator.num_free == 2
+
+
+@pytest.mark.parametrize("num_pages", [0, -1])
+def test_a_pool_has_a_page(num_pages: int) -> None:
+    """Fewer than one page are refused, by name and value."""
+    with pytest.raises(ValueError, match=f"num_pages: {num_pages} is below 1"):
+        PageAllocator(num_pages)
+
+
+@pytest.mark.parametrize("page", [-1, 3])
+def test_foreign_pages_are_refused(page: int) -> None:
+    """Freeing an index of no page is refused, with the index and the bound; none is taken."""
+    allocator = PageAllocator(3)
+    allocator.allocate(2)
+    with pytest.raises(ValueError, match=f"page index: {page} is not in 0..2"):
+        allocator.free(array("q", [1, page]))
+    assert allocator.num_free == 1
+
+
+def test_more_than_is_out_is_refused() -> None:
+    """Freeing more pages than are out is refused, with both numbers; none is taken."""
+    allocator = PageAllocator(3)
+    allocator.allocate(1)
+    with pytest.raises(ValueError, match="pages: 2 freed, 1 are out"):
+        allocator.free(array("q", [0, 1]))
+    assert allocator.num_free == 2
+
+
+def test_a_negative_number_is_refused() -> None:
+    """Fewer than no pages cannot be allocated."""
+    with pytest.raises(ValueError, match="num_pages: -1 is negative"):
+        PageAllocator(3).allocate(-1)

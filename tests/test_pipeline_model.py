@@ -1,0 +1,266 @@
+"""The whole path as one model: cache → ring → source → log → lossy wire → tracker → index.
+
+Everything is the real thing but the two sockets, which are queues here that lose what they are told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+from threading import Thread
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from hicache import HiRadixCache, KVShape, Node, PagePool
+from kvevents.codec import decode_batch, encode_batch
+from kvevents.events import Event, KVEventBatch, StorageMedium
+from kvevents.gaps import Action, Ask, Deliver, GapTracker, Lost, Restarted
+from kvevents.index import BlockIndex, Oddities
+from kvevents.namespace import BASE, Namespace
+from kvevents.records import BlockId, Remove
+from publisher import SidecarClient, WorkerInfo
+from publisher.log import RetainedLog
+from publisher.source import LinkSource
+
+PAGE_SIZE, NUM_PAGES, RING_BYTES = 2, 24, 4096
+NAMESPACES = [BASE, Namespace(lora_name="x"), Namespace(cache_salt="x"), Namespace(extra_key="x")]
+prompts = st.lists(st.integers(1, 2), max_size=40)
+
+
+class Router:
+    """A subscriber with a wire that can lose live frames and break off replays."""
+
+    def __init__(self, log: RetainedLog) -> None:
+        self._log = log
+        self._live: deque[tuple[int, bytes]] = deque()
+        self._replay: Iterator[tuple[int, bytes]] = iter(())
+        self._tracker = GapTracker(can_replay=True, max_held=8, attempts=1_000_000)
+        self.index = BlockIndex()
+        self.lost_for_good = 0
+        self.to_lose = 0
+        self._act(self._tracker.start())
+
+    def on_wire(self, seq: int, payload: bytes) -> None:
+        if self.to_lose:
+            self.to_lose -= 1
+        else:
+            self._live.append((seq, payload))
+
+    def take_live(self, most: int) -> None:
+        for _ in range(min(most, len(self._live))):
+            self._act(self._tracker.live(*self._live.popleft()))
+
+    def take_replay(self, most: int) -> None:
+        if not self._tracker.recovering:
+            return
+        answers = list(islice(self._replay, most))
+        for seq, payload in answers:
+            self._act(self._tracker.replayed(seq, payload))
+        if len(answers) < most:
+            self._act(self._tracker.end())
+
+    def break_replay(self) -> None:
+        """As when no answer came in time: the tracker asks again."""
+        self._act(self._tracker.failed())
+
+    def settle(self) -> None:
+        """All that is on the wire arrives, and every replay ends."""
+        self.to_lose = 0
+        while self._live or self._tracker.recovering:
+            self.take_live(1000)
+            self.take_replay(1000)
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver(payload=payload):
+                    self.index.apply(decode_batch(payload).batch.events)
+                case Ask(start=start):
+                    self._replay = self._log.replay(start)
+                case Lost(count=count):
+                    self.lost_for_good += count
+                case Restarted():
+                    raise AssertionError("our publisher never starts over")
+                case _:
+                    pass
+
+
+class Pipeline(RuleBasedStateMachine):
+    """After any faults, when things are quiet again, every router's view equals the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stack = contextlib.ExitStack()
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        worker = WorkerInfo(block_size=PAGE_SIZE)
+        self.client = SidecarClient(folder / "link", worker, ring_bytes=RING_BYTES)
+        self._stack.callback(self.client.close)
+        self._connect(folder / "link")
+        self.cache = HiRadixCache(PagePool(NUM_PAGES, PAGE_SIZE, KVShape(1, 1, 1)))
+        self.locked: list[Node] = []
+        self.routers: list[Router] = []
+
+    def _connect(self, path: Path) -> None:
+        accepting = Thread(target=self.client.accept, args=(time.monotonic() + 10,))
+        accepting.start()
+        self.source = LinkSource(path, timeout_s=10)
+        self._stack.callback(self.source.close)
+        self.source.ready(())
+        accepting.join()
+
+    @initialize(
+        max_batches=st.integers(1, 6),
+        max_bytes=st.sampled_from([300, 1 << 20]),
+        chunk=st.integers(1, 8),
+    )
+    def start_log(self, max_batches: int, max_bytes: int, chunk: int) -> None:
+        self.log = RetainedLog(
+            self._encode, max_batches=max_batches, max_bytes=max_bytes, snapshot_blocks=chunk
+        )
+        self.routers.append(Router(self.log))
+
+    # ------------------------------------------------------------------------------ the worker
+
+    @rule(
+        tokens=prompts,
+        namespace=st.sampled_from(NAMESPACES),
+        keep_lock=st.booleans(),
+        pump=st.booleans(),
+    )
+    def request(self, tokens: list[int], namespace: Namespace, keep_lock: bool, pump: bool) -> None:
+        match = self.cache.match_prefix(tokens, namespace)
+        self.cache.lock(match.node)
+        pages = self.cache.allocate(len(tokens) // PAGE_SIZE - match.num_pages)
+        if pages is not None:
+            self.cache.insert(tokens, pages, namespace, first_page=match.num_pages)
+        if keep_lock and len(self.locked) < 3:
+            self.locked.append(match.node)
+        else:
+            self.cache.unlock(match.node)
+        if pump:
+            self.client.pump(self.cache)
+
+    @rule(random=st.randoms(use_true_random=False), count=st.integers(10, 60))
+    def burst(self, random: Random, count: int) -> None:
+        """More than the ring can take while the sidecar is away."""
+        for _ in range(count):
+            tokens = random.choices((1, 2), k=random.randrange(40))
+            self.request(tokens, random.choice(NAMESPACES), False, True)
+
+    @rule()
+    def batch_larger_than_the_ring(self) -> None:
+        """It is refused, with whatever the records said."""
+        records = self.cache.take_records()
+        self.client.publish([*records, Remove(StorageMedium.GPU, [(BlockId(0), 1)] * RING_BYTES)])
+
+    @rule(num_pages=st.integers(0, 10))
+    def evict(self, num_pages: int) -> None:
+        self.cache.evict(num_pages)
+
+    @precondition(lambda self: self.locked)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        self.cache.unlock(self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1))))
+
+    @precondition(lambda self: self.cache.num_protected == 0)
+    @rule()
+    def flush(self) -> None:
+        self.cache.flush()
+
+    @rule(times=st.integers(1, 3))
+    def pump(self, times: int) -> None:
+        for _ in range(times):
+            self.client.pump(self.cache)
+
+    # ----------------------------------------------------------------------------- the sidecar
+
+    @rule(most=st.integers(1, 5))
+    def sidecar_turn(self, most: int) -> None:
+        told, _ = self.source.take(most)
+        for one in told:
+            if one.events:
+                self._publish(one.events)
+
+    @rule()
+    def heartbeat(self) -> None:
+        self._publish([])
+
+    @rule()
+    def garbage_in_the_ring(self) -> None:
+        """A message that the sidecar cannot read."""
+        self.client._ring.write(b"\xc1 no message")
+
+    # ----------------------------------------------------------------------------- the routers
+
+    @precondition(lambda self: len(self.routers) < 4)
+    @rule()
+    def join(self) -> None:
+        self.routers.append(Router(self.log))
+
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def lose(self, data: st.DataObject, count: int) -> None:
+        self._router(data).to_lose = count
+
+    @rule(data=st.data(), live=st.integers(0, 5), replayed=st.integers(0, 5))
+    def deliver(self, data: st.DataObject, live: int, replayed: int) -> None:
+        router = self._router(data)
+        router.take_live(live)
+        router.take_replay(replayed)
+
+    @rule(data=st.data())
+    def break_replay(self, data: st.DataObject) -> None:
+        self._router(data).break_replay()
+
+    # ------------------------------------------------------------------------------- the claim
+
+    @rule()
+    def settle(self) -> None:
+        for _ in range(1000):
+            self.client.pump(self.cache)
+            self.sidecar_turn(1000)
+            asked = self.client._ring.resyncs != self.client._answered
+            if self.source.in_step and not asked and not self.cache.retelling:
+                break
+        else:
+            raise AssertionError("the link never got in step again")
+        for router in self.routers:
+            router.to_lose = 0
+        self._publish([])
+        truth = self.cache.resident_blocks()
+        for router in self.routers:
+            router.settle()
+            assert router.lost_for_good == 0
+            assert router.index.resident == truth
+            odd = router.index.oddities
+            assert odd == Oddities(stored_again=odd.stored_again), "only a snapshot tells twice"
+        assert self.cache.violations() == []
+
+    def teardown(self) -> None:
+        try:
+            if self.routers:
+                self.settle()
+        finally:
+            self._stack.close()
+
+    def _publish(self, events: list[Event]) -> None:
+        payload = self._encode(events)
+        seq = self.log.append(payload, events)
+        for router in self.routers:
+            router.on_wire(seq, payload)
+
+    def _router(self, data: st.DataObject) -> Router:
+        return self.routers[data.draw(st.integers(0, len(self.routers) - 1))]
+
+    @staticmethod
+    def _encode(events: list[Event]) -> bytes:
+        return encode_batch(KVEventBatch(1.0, events, 0))
+
+
+TestPipelineModel = Pipeline.TestCase
