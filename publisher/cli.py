@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -22,15 +22,30 @@ FINDINGS, USAGE, NO_CONNECTION = 1, 2, 3
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    parser = _Parser(
-        prog="kvevents", description="KV-cache events of LLM inference workers.", allow_abbrev=False
-    )
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # while a closed pipe can still be caught
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = _Parser(prog="kvevents", description="KV-cache events of LLM inference workers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_tail(commands.add_parser("tail", help="print a stream, one line per event"))
     _add_demo(commands.add_parser("demo", help="worker, sidecar and router on a real trace"))
@@ -40,11 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except (ValueError, TypeError) as error:
         parser.exit(USAGE, f"kvevents {options.command}: {error}\n")
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _add_tail(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +122,7 @@ def _serve(options: argparse.Namespace) -> int:
         try:
             text = sys.stdin.read() if options.config == "-" else Path(options.config).read_text()
             config = read_config(SidecarConfig, msgspec.json.decode(text))
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
             raise ValueError(f"--config: {error}") from None
     try:
         return serve(Path(options.link), config)

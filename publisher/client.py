@@ -4,8 +4,8 @@ K1  Publishing never waits and never raises: what does not fit into the ring, or
     is gone, is refused and counted, and its number is not used again.
 K2  Whatever was refused is repaired: the sidecar sees the hole and asks, and the next pumps tell the
     cache's state anew.
-K3  A pump tells at most `RETELL_BLOCKS` blocks of a re-telling, and none while the ring is over half
-    full.
+K3  A pump tells at most `RETELL_BLOCKS` blocks of a re-telling, fewer where so many would not fit into
+    the ring, and none while the ring is over half full.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 
 from kvevents.errors import KVEventsError
 from kvevents.records import Record, RecordSource
+from kvevents.tokens import TOKEN_BYTES
 from publisher.config import WorkerInfo
 from publisher.link import (
     FRESH,
@@ -36,12 +37,17 @@ from publisher.link import (
     receive,
     send,
 )
-from publisher.ring import RingWriter
+from publisher.ring import MIN_RING_BYTES, RingWriter
 
 __all__ = ["DEFAULT_RING_BYTES", "RETELL_BLOCKS", "ClientStats", "LinkError", "SidecarClient"]
 
 DEFAULT_RING_BYTES = 32 << 20
 RETELL_BLOCKS = 1024
+
+_RECORD_BYTES = 64  # of a block's record at most, apart from its tokens and its namespace
+_PARTS = 4  # of a re-telling that the ring has room for
+
+_ENDED = "the sidecar ended before it was ready"
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -69,15 +75,27 @@ class SidecarClient:
 
         Raises ValueError for a ring too small, OSError when the socket cannot be made.
         """
+        block_bytes = worker.block_size * TOKEN_BYTES + _RECORD_BYTES
+        if ring_bytes < (least := max(MIN_RING_BYTES, _PARTS * block_bytes)):
+            raise ValueError(
+                f"ring_bytes: {ring_bytes} is below {least}, for blocks of {worker.block_size} tokens"
+            )
         self._worker = worker
         self._ring = RingWriter(ring_bytes)
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
-        self._listener.listen(1)
+        try:
+            self._listener.bind(str(path))
+            self._listener.listen(1)
+        except BaseException:
+            self._release()
+            raise
         self._connection: socket.socket | None = None
         self._answered = 0
+        self._most_blocks = min(RETELL_BLOCKS, ring_bytes // (_PARTS * block_bytes))
+        self._num_blocks = self._most_blocks
+        """Blocks that the next part of a re-telling has."""
         self._stats = ClientStats()
         self._closed = False
         self.sinks: tuple[Bound, ...] = ()
@@ -94,6 +112,10 @@ class SidecarClient:
         return self._connection is not None
 
     # ------------------------------------------------------------------------------- start-up
+
+    def fileno(self) -> int:
+        """The listening socket: readable once a sidecar has come."""
+        return self._listener.fileno()
 
     def accept(self, deadline: float) -> int:
         """Wait for a sidecar until `deadline` (of time.monotonic) and see it ready; returns its pid.
@@ -120,7 +142,10 @@ class SidecarClient:
                 pass
             case other:
                 raise LinkError(f"the sidecar said {other}, not Hello of version {VERSION}")
-        send(connection, Welcome(VERSION, self._worker), (self._ring.fd, self._eventfd))
+        try:
+            send(connection, Welcome(VERSION, self._worker), (self._ring.fd, self._eventfd))
+        except OSError:
+            raise LinkError(_ENDED) from None
         match self._await(connection, deadline):
             case Ready(sinks=sinks):
                 self.sinks = sinks
@@ -139,7 +164,7 @@ class SidecarClient:
         except KVEventsError as error:
             raise LinkError(str(error)) from error
         if message is None:
-            raise LinkError("the sidecar ended before it was ready")
+            raise LinkError(_ENDED)
         return message
 
     # ------------------------------------------------------------------------------ each step
@@ -160,14 +185,18 @@ class SidecarClient:
             source.begin_retell()
             flags, self._answered = FRESH, wanted
             self._stats.retellings += 1
-        if source.retelling and self._half_free():
-            source.retell(RETELL_BLOCKS)
+        telling = source.retelling and self._half_free()
+        if telling:
+            source.retell(self._num_blocks)
         records = source.take_records()
         if not records:
             return True
         written = self._write(records, flags)
-        if flags and not written:
-            self._answered = wanted - 1  # not begun after all
+        if not written and (telling or flags):  # begin again, in smaller parts: names take room too
+            self._answered = wanted - 1
+            self._num_blocks = max(1, self._num_blocks // 2)
+        elif not source.retelling:
+            self._num_blocks = self._most_blocks
         return written
 
     def _half_free(self) -> bool:
@@ -205,18 +234,26 @@ class SidecarClient:
         return None
 
     def _flush_once(self, connection: socket.socket, deadline: float) -> Flushed | None:
-        connection.settimeout(_left(deadline))
+        number = self._ring.offered
         try:
-            send(connection, Flush(self._ring.offered))
-            message, _ = receive(connection)
+            connection.settimeout(_left(deadline))
+            send(connection, Flush(number))
+            while True:
+                connection.settimeout(_left(deadline))
+                message, _ = receive(connection)
+                match message:
+                    case Flushed(number=answered) if answered == number:
+                        return message
+                    case Flushed():
+                        pass  # late, to a flush that was given up
+                    case _:
+                        break
         except TimeoutError:
             return None
         except (OSError, KVEventsError):
-            message = None
+            pass
         finally:
             connection.settimeout(0)
-        if isinstance(message, Flushed):
-            return message
         self._disconnect()
         return None
 
@@ -232,8 +269,11 @@ class SidecarClient:
             with contextlib.suppress(OSError):
                 send(self._connection, Close())
         self._disconnect()
-        self._listener.close()
         self._path.unlink(missing_ok=True)
+        self._release()
+
+    def _release(self) -> None:
+        self._listener.close()
         self._ring.close()
         os.close(self._eventfd)
 

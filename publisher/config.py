@@ -13,10 +13,11 @@ __all__ = [
     "SinkConfig",
     "WorkerInfo",
     "check_endpoint",
+    "is_same",
     "read_config",
 ]
 
-_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^:/\[\]]+):(?P<port>\*|\d+)")
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^:/\[\]]+):(?P<port>\*|[0-9]+)")
 _IPC_PATH_BYTES = 107  # sockaddr_un, less the final zero
 
 T = TypeVar("T")
@@ -38,6 +39,11 @@ def check_endpoint(key: str, endpoint: str) -> None:
         raise ConfigError(f"{key}: {endpoint!r} is neither tcp://HOST:PORT nor ipc://PATH")
     if found["port"] != "*" and int(found["port"]) > 65_535:
         raise ConfigError(f"{key}: port {found['port']} of {endpoint!r} is not in 0..65535")
+
+
+def is_same(endpoint: str, replay_endpoint: str | None) -> bool:
+    """Whether both sockets would be bound to one address; two free ports are two."""
+    return endpoint == replay_endpoint and not endpoint.endswith((":0", ":*"))
 
 
 class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -62,11 +68,13 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         check_endpoint("endpoint", self.endpoint)
         if self.replay_endpoint is not None:
             check_endpoint("replay_endpoint", self.replay_endpoint)
-            if self.replay_endpoint == self.endpoint and not self.endpoint.endswith((":0", ":*")):
+            if is_same(self.endpoint, self.replay_endpoint):
                 raise ConfigError(f"replay_endpoint: {self.endpoint} is the endpoint as well")
-        for key, low in (("buffer_steps", 1), ("buffer_bytes", 1), ("hwm", 1)):
-            if (value := getattr(self, key)) < low:
-                raise ConfigError(f"{key}: {value} is below {low}")
+        for key in ("buffer_steps", "buffer_bytes"):
+            if (value := getattr(self, key)) < 1:
+                raise ConfigError(f"{key}: {value} is below 1")
+        if not 1 <= self.hwm < 2**31:
+            raise ConfigError(f"hwm: {self.hwm} is not in 1..{2**31 - 1}")
         if not 0.01 <= self.heartbeat_s <= 3600:
             raise ConfigError(f"heartbeat_s: {self.heartbeat_s} is not in 0.01..3600")
 

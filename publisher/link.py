@@ -81,11 +81,13 @@ class Flush(msgspec.Struct, tag=True, frozen=True):
 
 
 class Flushed(msgspec.Struct, tag=True, frozen=True):
-    """Sidecar: they are. `next_seqs`: of each sink. `in_step`: False when a resync is awaited.
+    """Sidecar: all before `number` are. `next_seqs`: of each sink. `in_step`: False when a resync is
+    awaited.
 
     `num_events`: events told by the worker so far, those of re-tellings included.
     """
 
+    number: int
     next_seqs: tuple[int, ...]
     in_step: bool
     num_events: int

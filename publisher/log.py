@@ -85,8 +85,9 @@ class RetainedLog:
         if start == JOIN:
             batches = -(-len(self._base) // self._snapshot_blocks) or 1
             start = max(0, oldest - batches) if oldest else 0
-        if start >= oldest:
-            return self._kept(start, list(islice(self._frames, start - oldest, None)))
+        if start >= oldest:  # it may be any number of 64 bits, more than islice takes
+            skipped = min(start, end) - oldest
+            return self._kept(start, list(islice(self._frames, skipped, None)))
         state = self._base.fork()
         first = self._make_room(state, start)
         return self._after_snapshot(

@@ -81,8 +81,11 @@ class _Loop:
         signals = self._watch_signals()
         gc.collect()
         gc.freeze()  # what start-up made is never garbage; it need not be looked at again
-        while not self._stopping and self._source.take_control():
+        while not self._stopping:
             self._turn(time.monotonic())
+            if not self._source.take_control():
+                break
+            self._source.answer_flushes(tuple(sink.next_seq for sink in self._sinks))
         if not self._stopping:
             self._last_words()
         signal.set_wakeup_fd(-1)
@@ -113,7 +116,6 @@ class _Loop:
         if self._source.wake_fd in ready or self._more:
             self._source.quiet_wake()
             self._publish(now)
-        self._source.answer_flushes(tuple(sink.next_seq for sink in self._sinks))
         for sink in self._sinks:
             if sink.pub in ready:
                 sink.take_subscriptions()

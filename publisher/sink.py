@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket as unix
+import stat
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import zmq
@@ -17,6 +22,10 @@ from publisher.replay import ReplayServer
 
 __all__ = ["Sink", "SinkError"]
 
+_MAX_INCOMING_BYTES = 4096
+"""Of a subscription or a request. libzmq recurses through a subscription when it forgets it."""
+
+_SUBSCRIPTIONS_PER_TURN = 256
 
 Clock: TypeAlias = Callable[[], float]
 
@@ -52,11 +61,13 @@ class Sink:
         try:
             self.pub.setsockopt(zmq.SNDHWM, config.hwm)
             self.pub.setsockopt(zmq.XPUB_VERBOSER, 1)
+            self.pub.setsockopt(zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES)
             endpoint = _bind(self.pub, "endpoint", config.endpoint)
             replay_endpoint = None
             if config.replay_endpoint is not None:
                 self.router = context.socket(zmq.ROUTER)
                 self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self.router.setsockopt(zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES)
                 replay_endpoint = _bind(self.router, "replay_endpoint", config.replay_endpoint)
         except BaseException:
             self.close(linger_s=0)
@@ -92,8 +103,8 @@ class Sink:
         return now + self._config.heartbeat_s
 
     def take_subscriptions(self) -> None:
-        """Read who subscribed and who left."""
-        while True:
+        """Read who subscribed and who left, at most so many a turn."""
+        for _ in range(_SUBSCRIPTIONS_PER_TURN):
             try:
                 message = self.pub.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -113,7 +124,25 @@ class Sink:
 def _bind(socket: zmq.Socket[bytes], key: str, endpoint: str) -> str:
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     try:
+        if endpoint.startswith("ipc://"):
+            _check_free(endpoint.removeprefix("ipc://"))
         socket.bind(endpoint)
-    except zmq.ZMQError as error:
+    except (zmq.ZMQError, OSError) as error:
         raise SinkError(f"{key}: {endpoint} cannot be bound: {error.strerror}") from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _check_free(path: str) -> None:
+    """Raises OSError when a file or a live socket is at `path`: ZeroMQ would remove it and bind.
+
+    A socket whose publisher is dead is not in the way.
+    """
+    try:
+        if not stat.S_ISSOCK(Path(path).lstat().st_mode):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        with unix.socket(unix.AF_UNIX) as probe:
+            probe.settimeout(0)
+            probe.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

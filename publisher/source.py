@@ -196,8 +196,8 @@ class LinkSource:
     def answer_flushes(self, next_seqs: tuple[int, ...]) -> None:
         """Answer those whose messages have all been taken."""
         while self._flushes and self._flushes[0] <= self._expected:
-            self._flushes.pop(0)
-            self._say(Flushed(next_seqs, self._in_step, self.stats.events))
+            number = self._flushes.pop(0)
+            self._say(Flushed(number, next_seqs, self._in_step, self.stats.events))
 
     def _say(self, message: ControlMessage) -> None:
         with contextlib.suppress(OSError):  # gone: its end will be noticed

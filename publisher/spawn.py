@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import shutil
 import subprocess
 import sys
@@ -82,6 +85,7 @@ def spawn(
     try:
         client = SidecarClient(folder / "link", worker, ring_bytes=ring_bytes)
         process = _start(folder / "link", config or SidecarConfig())
+        _await_connection(client, process, deadline)
         pid = client.accept(deadline)
         if pid != process.pid:
             raise LinkError(f"process {pid} connected, not the sidecar {process.pid}")
@@ -105,6 +109,22 @@ def _start(link: Path, config: SidecarConfig) -> subprocess.Popen[bytes]:
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
     assert process.stdin is not None
-    with process.stdin as pipe:
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # its end will be noticed
         pipe.write(msgspec.json.encode(config))
     return process
+
+
+def _await_connection(
+    client: SidecarClient, process: subprocess.Popen[bytes], deadline: float
+) -> None:
+    """Until the child connects or the time is up. Raises LinkError when it ends before."""
+    ended = os.pidfd_open(process.pid)
+    try:
+        poller = select.poll()
+        for fd in (client.fileno(), ended):
+            poller.register(fd, select.POLLIN)
+        poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    finally:
+        os.close(ended)
+    if process.poll() is not None:
+        raise LinkError(f"the sidecar ended with {process.returncode} before it was ready")

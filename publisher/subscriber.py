@@ -20,6 +20,7 @@ from kvevents.errors import KVEventsError
 from kvevents.events import KVEventBatch
 from kvevents.frames import End, parse_live, parse_replay_answer, replay_request
 from kvevents.gaps import Action, Ask, Deliver, Gap, GapTracker, Lost, Restarted
+from publisher.config import ConfigError
 
 __all__ = ["Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"]
 
@@ -65,6 +66,7 @@ class Subscriber:
 
     Without a `replay_endpoint` it starts with the next live batch, and a gap is a loss. `topic` is a
     prefix. A replay of which nothing comes for `replay_timeout_s` is asked for again, then given up.
+    Raises ConfigError for an endpoint that cannot be connected to.
     """
 
     def __init__(
@@ -86,9 +88,8 @@ class Subscriber:
         self._poller = zmq.Poller()
         try:
             self._sub.setsockopt(zmq.RCVHWM, 0)
-            self._sub.setsockopt(zmq.IPV6, "[" in endpoint)
             self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
-            self._sub.connect(endpoint)
+            _connect(self._sub, "endpoint", endpoint)
             self._poller.register(self._sub, zmq.POLLIN)
             self._act(self._tracker.start())
         except BaseException:
@@ -123,7 +124,7 @@ class Subscriber:
                 self._read_replay(self._dealer)
             if self._sub in ready:
                 self._read_live()
-            if not ready and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 break
         received, self._ready = list(self._ready), deque()
         return received
@@ -213,13 +214,11 @@ class Subscriber:
         """On a new socket: answers to an earlier request cannot get in between."""
         self._close_dealer()
         assert self._replay_endpoint is not None, "G2: only a tracker that can replay asks"
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.IPV6, "[" in self._replay_endpoint)
-        dealer.connect(self._replay_endpoint)
-        dealer.send_multipart(replay_request(start))
+        self._dealer = dealer = self._context.socket(zmq.DEALER)
         self._poller.register(dealer, zmq.POLLIN)
-        self._dealer = dealer
+        dealer.setsockopt(zmq.LINGER, 0)
+        _connect(dealer, "replay_endpoint", self._replay_endpoint)
+        dealer.send_multipart(replay_request(start))
         self._replay_deadline = time.monotonic() + self._replay_timeout_s
 
     def _close_dealer(self) -> None:
@@ -227,3 +226,11 @@ class Subscriber:
             self._poller.unregister(self._dealer)
             self._dealer.close(linger=0)
             self._dealer = None
+
+
+def _connect(socket: zmq.Socket[bytes], key: str, endpoint: str) -> None:
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{key}: {endpoint!r} cannot be connected to: {error.strerror}") from None

@@ -15,6 +15,9 @@ from publisher.subscriber import Batch, Received, Subscriber, Undecodable
 
 __all__ = ["json_lines", "tail", "text_lines"]
 
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+"""Controls and line ends that JSON leaves as they are; outside its strings there are none."""
+
 
 def tail(
     endpoint: str,
@@ -33,6 +36,8 @@ def tail(
     for key, address in (("ENDPOINT", endpoint), ("--replay-endpoint", replay_endpoint)):
         if address is not None:
             check_endpoint(key, address)
+            if address.startswith("tcp://") and address.endswith((":0", ":*")):
+                raise ConfigError(f"{key}: {address!r} is where a publisher binds; name its port")
             if address.startswith("tcp://*"):
                 raise ConfigError(f"{key}: {address!r} is where a publisher binds; name a host")
     lines_of = json_lines if as_json else text_lines
@@ -50,7 +55,15 @@ def tail(
 
 
 def text_lines(received: Received) -> Iterator[str]:
-    """One line for each event, or for what went wrong."""
+    """One line for each event, or for what went wrong; only characters that can be printed."""
+    for line in _text_lines(received):
+        if line.isprintable():
+            yield line
+        else:
+            yield "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def _text_lines(received: Received) -> Iterator[str]:
     match received:
         case Batch():
             stamp = _clock(received.batch.ts)
@@ -143,7 +156,7 @@ def _name(value: int | bytes) -> str:
 
 
 def _json(fields: dict[str, object]) -> str:
-    return msgspec.json.encode(fields).decode()
+    return msgspec.json.encode(fields).decode().translate(_ESCAPES)
 
 
 def _clock(ts: float) -> str:
@@ -151,4 +164,4 @@ def _clock(ts: float) -> str:
         moment = time.localtime(ts)
     except (OverflowError, ValueError, OSError):
         return f"{'?':12}"
-    return f"{time.strftime('%H:%M:%S', moment)}.{int(ts % 1 * 1000):03}"
+    return f"{time.strftime('%H:%M:%S', moment)}.{min(999, int(ts % 1 * 1000)):03}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from publisher.config import ConfigError, check_endpoint
+from publisher.config import ConfigError, check_endpoint, is_same
 
 __all__ = ["BUNDLED_TRACE", "KV_BYTES_PER_TOKEN", "DemoOptions", "add_options", "read_options"]
 
@@ -76,7 +76,7 @@ def read_options(options: argparse.Namespace) -> DemoOptions:
     ):
         if endpoint is not None:
             check_endpoint(name, endpoint)
-    if options.endpoint is not None and options.endpoint == options.replay_endpoint:
+    if options.endpoint is not None and is_same(options.endpoint, options.replay_endpoint):
         raise ConfigError(f"--replay-endpoint: {options.endpoint} is the endpoint as well")
     return DemoOptions(
         trace=options.trace,

@@ -180,7 +180,7 @@ class _Demo:
     def _start_tail(self, endpoint: str, replay_endpoint: str) -> None:
         if not self._options.as_json:
             self._tail = self._start(
-                *("publisher.cli", "tail", endpoint, "--replay-endpoint", replay_endpoint),
+                *("publisher.demo.tail", endpoint, "--replay-endpoint", replay_endpoint),
                 *("--count", str(_TAIL_LINES)),
             )
 

@@ -18,6 +18,7 @@ TRACE_BLOCK = 512
 
 _VOCABULARY_BITS = 17  # ids as large as a real tokenizer's, so that they take as many bytes
 _MAX_ID = 2**63 - 1
+_MAX_LENGTH = 1 << 22  # at the largest page size, 256 MB of tokens
 
 
 class TraceError(ValueError):
@@ -57,13 +58,13 @@ def _read_line(line: bytes, where: str) -> Request:
         request = _decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TraceError(f"{where}: {error}") from None
-    for name, value in (
-        ("input_length", request.input_length),
-        ("output_length", request.output_length),
-        *(("hash_ids", one) for one in request.hash_ids),
+    for name, value, high in (
+        ("input_length", request.input_length, _MAX_LENGTH),
+        ("output_length", request.output_length, _MAX_LENGTH),
+        *(("hash_ids", one, _MAX_ID) for one in request.hash_ids),
     ):
-        if not 0 <= value <= _MAX_ID:
-            raise TraceError(f"{where}: {name}: {value} is not in 0..{_MAX_ID}")
+        if not 0 <= value <= high:
+            raise TraceError(f"{where}: {name}: {value} is not in 0..{high}")
     needed = -(-request.input_length // TRACE_BLOCK)
     if len(request.hash_ids) != needed:
         raise TraceError(

@@ -79,7 +79,7 @@ def main() -> int:
     try:
         sidecar = spawn(WorkerInfo(block_size=options.page_size), SidecarConfig(sinks=(sink,)))
     except LinkError as error:
-        say(failed=f"--{str(error).replace('_', '-')}")
+        say(failed=_as_option(str(error)))
         return 2
     with sidecar:
         bound = sidecar.client.sinks[0]
@@ -137,6 +137,13 @@ def main() -> int:
         )
         parent.wait()
     return 0
+
+
+def _as_option(reason: str) -> str:
+    """A reason that begins with a sink's key, by the name of the option that sets it."""
+    key, colon, rest = reason.partition(":")
+    known = key in ("endpoint", "replay_endpoint")
+    return f"--{key.replace('_', '-')}{colon}{rest}" if known else reason
 
 
 def resident_mb() -> float:

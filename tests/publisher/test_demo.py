@@ -1,0 +1,314 @@
+"""publisher.demo: the main job end to end, also when any of its processes dies."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import socket as sockets
+import subprocess
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from publisher_rig import (
+    LOOPBACK,
+    eventually,
+    kill,
+    kvevents,
+    running,
+    start_kvevents,
+    still_running,
+    tagged,
+)
+
+from kvevents import block_hashes
+from publisher.demo.options import BUNDLED_TRACE
+from publisher.demo.report import bar, difference, json_summary, text_summary
+from publisher.demo.trace import Request, pages_of, prompt, read_trace, reply
+
+FREE_PORTS = ("--endpoint", LOOPBACK, "--replay-endpoint", LOOPBACK)
+KEYS = {
+    *("requests", "hit_rate", "stored_blocks", "removed_blocks", "batches", "gaps", "replayed"),
+    *("resident_blocks", "router_blocks", "view_equal"),
+}
+ROUTER, WORKER, SIDECAR, TAIL = (
+    *("publisher.demo.router", "publisher.demo.worker", "serve --link", "publisher.demo.tail"),
+)
+_numbers = count()
+
+
+@pytest.fixture
+def tag() -> Iterator[str]:
+    """A mark for every process of a test; none may be left at its end."""
+    tag = f"{os.getpid()} {next(_numbers)}"
+    yield tag
+    assert tagged(tag) == {}
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return kvevents("demo", *arguments)
+
+
+def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The one JSON object on stdout."""
+    (line,) = done.stdout.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    assert found.keys() >= KEYS
+    return found
+
+
+# ------------------------------------------------------------------------------------ to the end
+
+
+@pytest.mark.integration
+def test_the_router_sees_what_the_cache_holds() -> None:
+    """One JSON object, exit code 0: all requests were run, the router joined late, and its view is the
+    cache.
+    """
+    done = demo("--json", "--requests", "300", *FREE_PORTS)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = summary_of(done)
+    assert found["view_equal"] is True
+    assert found["requests"] == 300
+    assert found["router_blocks"] == found["resident_blocks"] > 0
+    assert found["resident_blocks"] == found["stored_blocks"] - found["removed_blocks"]
+    assert found["joined_at"] > 0 and found["replayed"] > 0
+    assert (found["lost"], found["refused"], found["wrong_pages"]) == (0, 0, 0)
+    assert 0 < found["hit_rate"] < 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("page_size", ["1", "16"])
+def test_evictions_do_not_deceive_the_router(page_size: str) -> None:
+    """With far fewer device pages than the trace needs, at any page size, the view is still the cache."""
+    done = demo(
+        *("--json", "--requests", "300", "--device-pages", "300", "--page-size", page_size),
+        *FREE_PORTS,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = summary_of(done)
+    assert found["view_equal"] is True
+    assert found["removed_blocks"] > 1000
+    assert found["resident_blocks"] <= 300
+    assert found["wrong_pages"] == 0
+
+
+@pytest.mark.integration
+def test_a_trace_with_next_to_nothing_in_it(tmp_path: Path, tag: str) -> None:
+    """Requests without a whole page, text for people: the view is the cache, and it ends soon although
+    the tail never got its lines.
+    """
+    trace = tmp_path / "trace"
+    trace.write_text(
+        '{"input_length": 0, "output_length": 0, "hash_ids": []}\n'
+        '{"input_length": 600, "output_length": 1, "hash_ids": [5, 6]}\n'
+        '{"input_length": 5, "output_length": 1, "hash_ids": [7]}\n'
+    )
+    with start_kvevents(tag, "demo", "--trace", str(trace), *FREE_PORTS) as process:
+        out, err = process.communicate(timeout=60.0)
+        assert (process.returncode, err) == (0, "")
+        assert "router view == cache: yes (1 blocks compared)" in out
+        assert "requests       3 in" in out
+        assert still_running(tagged(tag), 3.0) == set()
+
+
+# -------------------------------------------------------------------------------- bad surroundings
+
+
+@pytest.mark.integration
+def test_an_endpoint_in_use_is_one_line(tag: str) -> None:
+    """Exit code 2, the option and the endpoint on one line, and no process left."""
+    with sockets.create_server(("127.0.0.1", 0)) as server:
+        taken = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        arguments = ("demo", "--json", "--endpoint", taken, "--replay-endpoint", LOOPBACK)
+        with start_kvevents(tag, *arguments) as process:
+            out, err = process.communicate(timeout=60.0)
+            assert (process.returncode, out) == (2, "")
+            assert err.startswith(f"kvevents demo: --endpoint: {taken} cannot be bound: ")
+            assert "in use" in err
+            assert err.count("\n") == 1
+            assert still_running(tagged(tag), 3.0) == set()
+
+
+@pytest.mark.integration
+def test_an_endpoint_that_cannot_be_bound_is_named_as_given(tag: str) -> None:
+    """Its underscores are its own."""
+    there = "ipc:///nonexistent_folder/pub_1"
+    arguments = ("demo", "--json", "--endpoint", LOOPBACK, "--replay-endpoint", there)
+    with start_kvevents(tag, *arguments) as process:
+        out, err = process.communicate(timeout=60.0)
+        assert (process.returncode, out) == (2, "")
+        assert err.startswith(f"kvevents demo: --replay-endpoint: {there} cannot be bound: ")
+        assert err.count("\n") == 1
+        assert still_running(tagged(tag), 3.0) == set()
+
+
+# ---------------------------------------------------------------------------------- sudden deaths
+
+
+def find(tag: str, part: str) -> int:
+    """The process of the demo whose command line has this in it, once it is there."""
+    return eventually(lambda: running(tagged(tag), part))
+
+
+@pytest.mark.integration
+def test_a_killed_router_does_not_stop_the_worker(tag: str) -> None:
+    """Kill -9 as soon as it is there: all requests are run, and the summary says that nobody knows what
+    the router believed; exit code 1.
+    """
+    with start_kvevents(tag, "demo", "--json", "--requests", "1000", *FREE_PORTS) as process:
+        kill(find(tag, ROUTER))
+        out, err = process.communicate(timeout=60.0)
+        assert (process.returncode, err) == (1, "")
+        found = json.loads(out)
+        assert found["requests"] == 1000
+        assert [found[key] for key in ("view_equal", "router_blocks", "gaps", "replayed")] == [
+            *(None, None, None, None)
+        ]
+        assert found["stored_blocks"] > 0
+        assert still_running(tagged(tag), 3.0) == set()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("part", "said"), [(WORKER, "-9"), (SIDECAR, "sidecar")])
+def test_a_killed_worker_or_sidecar_ends_the_demo(tag: str, part: str, said: str) -> None:
+    """Kill -9 in the middle: one line says which it was, the exit code is not 0, and nothing is left."""
+    with start_kvevents(tag, "demo", "--requests", "1500", *FREE_PORTS) as process:
+        find(tag, TAIL)  # it is started once the sidecar is ready: the requests are running
+        kill(find(tag, part))
+        _, err = process.communicate(timeout=60.0)
+        assert process.returncode not in (0, None)
+        assert err.count("\n") == 1
+        assert err.startswith("kvevents demo: ")
+        assert said in err
+        assert still_running(tagged(tag), 3.0) == set()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_end_of_the_parent_is_the_end_of_all(tag: str, number: signal.Signals) -> None:
+    """Two seconds after Ctrl-C or SIGTERM no process of the demo is left."""
+    with start_kvevents(tag, "demo", "--requests", "5000", *FREE_PORTS) as process:
+        find(tag, TAIL)
+        everyone = tagged(tag)
+        for part in (WORKER, SIDECAR, TAIL):
+            assert running(everyone, part)
+        process.send_signal(number)
+        assert still_running(everyone, 2.0) == set()
+        _, err = process.communicate()
+        assert process.returncode == (130 if number == signal.SIGINT else -number)
+        assert err == ""
+
+
+@pytest.mark.integration
+def test_kill_9_of_the_parent_is_the_end_of_all(tag: str) -> None:
+    """Two seconds after kill -9 of the parent nothing is left but a tail that was stopped; that one ends
+    as soon as it runs again, although nothing comes any more that could tell it.
+    """
+    with start_kvevents(tag, "demo", "--requests", "5000", *FREE_PORTS) as process:
+        sleeper = find(tag, TAIL)
+        kill(sleeper, signal.SIGSTOP)
+        everyone = tagged(tag)
+        process.kill()
+        assert still_running(everyone.keys() - {sleeper}, 2.0) == set()
+        kill(sleeper, signal.SIGCONT)
+        assert still_running([sleeper], 3.0) == set()
+
+
+# ----------------------------------------------------------------------------------------- report
+
+
+def test_a_difference_is_readable() -> None:
+    """By medium: how many blocks on which side, and the first ten of them, in hexadecimal."""
+    cache = {"GPU": ["1", "-1", "5"], "DISK": []}
+    assert difference(cache, cache) == []
+    assert difference(cache, {"GPU": ["5"], "DISK": ["255"]}) == [
+        "GPU: 2 blocks the router does not know of: ffffffffffffffff, 0000000000000001",
+        "DISK: 1 blocks the router believes in wrongly: 00000000000000ff",
+    ]
+    (line,) = difference({"GPU": [str(number) for number in range(10, 33)]}, {})
+    assert line.startswith("GPU: 23 blocks the router does not know of: 000000000000000a, ")
+    assert line.endswith(", and 13 more")
+    assert line.count(",") == 10
+
+
+def test_a_progress_bar_is_one_line() -> None:
+    """From empty to full, also for nothing at all."""
+    assert bar(0, 10, 5) == "[.....] 0/10 requests"
+    assert bar(1500, 3000, 4) == "[##..] 1,500/3,000 requests"
+    assert bar(10, 10, 3) == "[###] 10/10 requests"
+    assert bar(0, 0, 3) == "[...] 0/0 requests"
+
+
+SAID_BY_WORKER: dict[str, Any] = {
+    "summary": {
+        **dict.fromkeys(("requests", "stored_blocks", "removed_blocks", "events", "batches"), 4),
+        **dict.fromkeys(("too_large", "refused", "retellings", "wrong_pages"), 0),
+        **dict.fromkeys(("publish_us_p50", "publish_us_p99", "hit_rate"), 0.5),
+        "seconds": 0.0,
+        "worker_mb_when_full": None,
+        "worker_mb": 1.0,
+        "violations": [],
+        "resident_blocks": 2,
+    },
+    "blocks": {"GPU": ["1", "2"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("view", "equal", "verdict"),
+    [
+        ({"GPU": ["2", "1"]}, True, "router view == cache: yes (2 blocks compared)"),
+        ({"GPU": ["1"]}, False, "router view == cache: NO"),
+        ({"GPU": ["1", "3"]}, False, "router view == cache: NO"),
+        (None, None, "router view == cache: unknown, the router ended"),
+    ],
+)
+def test_the_verdict_is_the_comparison(
+    view: dict[str, list[str]] | None, equal: bool | None, verdict: str
+) -> None:
+    """Equal sets, whatever their order; anything else is not; without a router nobody knows."""
+    said = {"view": view, "joined_at": 3, "gaps": 0, "replayed": 1, "lost": 0}
+    summary = json_summary(SAID_BY_WORKER, None if view is None else said)
+    assert summary["view_equal"] is equal
+    assert summary.keys() >= KEYS
+    assert list(text_summary(summary, 256))[-1] == verdict
+
+
+# ------------------------------------------------------------------------------------------ trace
+
+
+def test_the_bundled_trace_is_read_as_far_as_asked() -> None:
+    """The first requests in order, all of them sound."""
+    some = read_trace(BUNDLED_TRACE, 50)
+    assert len(some) == 50
+    assert read_trace(BUNDLED_TRACE, 7) == some[:7]
+    with gzip.open(BUNDLED_TRACE) as lines:
+        first = json.loads(next(iter(lines)))
+    assert some[0].hash_ids == first["hash_ids"]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_a_prompt_has_a_page_for_each_hash_id(page_size: int) -> None:
+    """Equal ids are equal pages, so that prefixes are shared as in the workload; a partial last block
+    stays partial; a reply is shared with nobody.
+    """
+    one, two = Request(1024, 512, [7, 8]), Request(1300, 512, [7, 8, 9])
+    pages = list(pages_of(prompt(two, page_size), page_size))
+    assert list(pages_of(prompt(one, page_size), page_size)) == pages[:2]
+    assert len(prompt(one, page_size)) == 2 * page_size * 4
+    assert len(prompt(two, page_size)) == -(-1300 * page_size // 512) * 4
+    assert pages[0] != pages[1]
+    replies: list[Callable[[], bytes]] = [
+        lambda: reply(1, one, page_size),
+        lambda: reply(2, one, page_size),
+    ]
+    first, second = (make() for make in replies)
+    assert first != second
+    assert len(first) == page_size * 4
+    hashes = block_hashes(prompt(one, page_size), page_size)
+    assert block_hashes(prompt(two, page_size), page_size)[:2] == hashes

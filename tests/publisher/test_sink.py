@@ -1,0 +1,249 @@
+"""publisher.sink: one output's sockets, its seq and its heartbeat."""
+
+from __future__ import annotations
+
+import contextlib
+import socket as unix
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from publisher_rig import LOOPBACK, PATIENCE_S, Socket, short_folder
+
+from kvevents import AllBlocksCleared, BlockStored, StorageMedium, decode_batch
+from kvevents.frames import Frame, parse_live
+from publisher.config import SinkConfig
+from publisher.sink import Sink, SinkError
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Socket]]:
+    with zmq.Context[Socket]() as context:
+        yield context
+
+
+@contextlib.contextmanager
+def open_sink(context: zmq.Context[Socket], **settings: object) -> Iterator[Sink]:
+    config = SinkConfig(**{"endpoint": LOOPBACK, "replay_endpoint": None} | settings)  # type: ignore[arg-type]
+    sink = Sink(context, config, 3, clock=lambda: 77.0)
+    try:
+        yield sink
+    finally:
+        sink.close(linger_s=0)
+
+
+@contextlib.contextmanager
+def subscribed(context: zmq.Context[Socket], sink: Sink, *, hwm: int = 0) -> Iterator[Socket]:
+    """A subscriber whose subscription has arrived."""
+    with context.socket(zmq.SUB) as sub:
+        sub.setsockopt(zmq.LINGER, 0)
+        sub.setsockopt(zmq.RCVHWM, hwm)
+        if hwm:
+            sub.setsockopt(zmq.RCVBUF, 4096)
+        sub.setsockopt(zmq.IPV6, 1)
+        sub.setsockopt(zmq.SUBSCRIBE, b"")
+        before = sink.num_subscribers
+        sub.connect(sink.bound.endpoint)
+        assert sink.pub.poll(int(PATIENCE_S * 1000))
+        sink.take_subscriptions()
+        assert sink.num_subscribers == before + 1
+        yield sub
+
+
+def receive(sub: Socket) -> Frame:
+    assert sub.poll(int(PATIENCE_S * 1000))
+    return parse_live(sub.recv_multipart())
+
+
+# ---------------------------------------------------------------------------------------- binding
+
+
+@pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
+def test_a_taken_port_is_named(context: zmq.Context[Socket], key: str) -> None:
+    """SinkError names the key and the endpoint, and leaves no socket open: the context can end."""
+    with open_sink(context) as sink:
+        taken = sink.bound.endpoint
+        with (
+            pytest.raises(SinkError, match=rf"^{key}: {taken} cannot be bound: .*in use"),
+            open_sink(context, **{key: taken}),
+        ):
+            pass
+
+
+def test_a_bound_port_is_read_back(context: zmq.Context[Socket]) -> None:
+    """Port 0 becomes the port that the system chose, a different one for each socket."""
+    with open_sink(context, replay_endpoint="tcp://127.0.0.1:*") as sink:
+        ports = [
+            int(str(bound).rpartition(":")[2])
+            for bound in (sink.bound.endpoint, sink.bound.replay_endpoint)
+        ]
+        assert all(ports)
+        assert len(set(ports)) == 2
+
+
+def test_ipc_is_bound_and_given_back(context: zmq.Context[Socket]) -> None:
+    """An ipc path works, a socket left behind by a dead publisher is no obstacle, and closing removes
+    it.
+    """
+    with short_folder() as folder:
+        path = folder / "pub"
+        for _ in range(2):
+            with open_sink(context, endpoint=f"ipc://{path}") as sink:
+                assert sink.bound.endpoint == f"ipc://{path}"
+                with subscribed(context, sink) as sub:
+                    sink.publish(1.0, [], 0.0)
+                    assert receive(sub).seq == 0
+            _leave_a_dead_socket(path)
+
+
+def _leave_a_dead_socket(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with unix.socket(unix.AF_UNIX) as dead:
+        dead.bind(str(path))
+
+
+def test_ipc_takes_no_path_from_anyone(context: zmq.Context[Socket]) -> None:
+    """A path where another publisher listens is in use, and one where a file lies stays that file:
+    ZeroMQ by itself would remove either.
+    """
+    with short_folder() as folder:
+        precious = folder / "precious"
+        precious.write_text("data")
+        with open_sink(context, endpoint=f"ipc://{folder}/pub") as sink:
+            for path in (folder / "pub", precious):
+                with (
+                    pytest.raises(SinkError, match=rf"^endpoint: ipc://{path} cannot be bound"),
+                    open_sink(context, endpoint=f"ipc://{path}"),
+                ):
+                    pass
+            with subscribed(context, sink) as sub:  # it is still ours
+                sink.publish(1.0, [], 0.0)
+                assert receive(sub).seq == 0
+        assert precious.read_text() == "data"
+
+
+def test_ipv6_is_bound(context: zmq.Context[Socket]) -> None:
+    """A bracketed address binds, and the bound endpoint can be connected to (case 96)."""
+    try:
+        with open_sink(context, endpoint="tcp://[::1]:0") as sink, subscribed(context, sink) as sub:
+            sink.publish(1.0, [], 0.0)
+            assert receive(sub).seq == 0
+    except SinkError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+
+
+# ------------------------------------------------------------------------------------- publishing
+
+
+def test_seqs_count_from_0_in_three_frames(context: zmq.Context[Socket]) -> None:
+    """Each batch has topic, seq and payload, and the next seq; its ts and rank are those told."""
+    with open_sink(context, topic="kv") as sink, subscribed(context, sink) as sub:
+        for number in range(3):
+            assert sink.next_seq == number
+            sink.publish(number + 0.25, [AllBlocksCleared()], 0.0)
+        for number in range(3):
+            frame = receive(sub)
+            batch = decode_batch(frame.payload).batch
+            assert (frame.topic, frame.seq, batch.ts) == (b"kv", number, number + 0.25)
+            assert (batch.events, batch.dp_rank) == ([AllBlocksCleared()], 3)
+
+
+def test_an_idle_sink_beats(context: zmq.Context[Socket]) -> None:
+    """After `heartbeat_s` without a batch comes an empty one with the next seq; a batch puts it off."""
+    with open_sink(context, heartbeat_s=5.0) as sink, subscribed(context, sink) as sub:
+        assert sink.heartbeat(100.0) == 105.0
+        sink.publish(1.0, [AllBlocksCleared()], 103.0)
+        assert sink.heartbeat(106.0) == 108.0
+        assert sink.next_seq == 1
+        assert sink.heartbeat(108.0) == 113.0
+        assert sink.heartbeat(112.9) == 113.0
+        assert sink.next_seq == 2
+        assert receive(sub).seq == 0
+        frame = receive(sub)
+        batch = decode_batch(frame.payload).batch
+        assert (frame.seq, batch.ts, batch.events) == (1, 77.0, [])
+
+
+def test_subscribers_are_counted(context: zmq.Context[Socket]) -> None:
+    """Each that comes counts one, also with a topic that another has, and each that goes, one less."""
+    with open_sink(context) as sink:
+        with subscribed(context, sink), subscribed(context, sink):
+            assert sink.num_subscribers == 2
+        while sink.num_subscribers:
+            assert sink.pub.poll(int(PATIENCE_S * 1000))
+            sink.take_subscriptions()
+
+
+def test_subscriptions_are_taken_a_bounded_number_a_turn(context: zmq.Context[Socket]) -> None:
+    """Someone who subscribes without end does not keep the sink from its other work."""
+    with open_sink(context) as sink, context.socket(zmq.XSUB) as flood:
+        flood.setsockopt(zmq.LINGER, 0)
+        flood.setsockopt(zmq.SNDHWM, 0)
+        flood.connect(sink.bound.endpoint)
+        for number in range(20_000):
+            flood.send(b"\1%d" % number)
+        turns: list[int] = []
+        while sum(turns) < 20_000:
+            before = sink.num_subscribers
+            assert sink.pub.poll(int(PATIENCE_S * 1000))
+            sink.take_subscriptions()
+            turns.append(sink.num_subscribers - before)
+        assert max(turns) <= 1000
+
+
+@pytest.mark.parametrize("name", ["pub", "router"])
+def test_a_message_too_large_is_not_taken(context: zmq.Context[Socket], name: str) -> None:
+    """Invariant 31: subscriptions and requests are short; whoever sends a megabyte is cut off, and the
+    sink goes on. As a subscription it would overflow the stack of libzmq.
+    """
+    with open_sink(context, replay_endpoint=LOOPBACK) as sink:
+        assert sink.router is not None
+        ours, kind = (sink.pub, b"SUB") if name == "pub" else (sink.router, b"DEALER")
+        address = ours.getsockopt_string(zmq.LAST_ENDPOINT)
+        with zmtp_peer(int(address.rpartition(":")[2]), kind) as peer, contextlib.suppress(OSError):
+            peer.sendall(b"\x02" + (1_000_000).to_bytes(8, "big") + b"\1" * 1_000_000)
+            while peer.recv(4096):
+                pass
+        assert ours.poll(0) == 0
+        with subscribed(context, sink) as sub:
+            sink.publish(1.0, [], 0.0)
+            assert receive(sub).seq == 0
+
+
+@contextlib.contextmanager
+def zmtp_peer(port: int, kind: bytes) -> Iterator[unix.socket]:
+    """A bare TCP connection that has shaken hands like a ZeroMQ socket of this kind."""
+    with unix.create_connection(("127.0.0.1", port), PATIENCE_S) as peer:
+        peer.sendall(b"\xff" + b"\0" * 8 + b"\x7f\3\0NULL".ljust(55, b"\0"))
+        ready = b"\5READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+        peer.sendall(bytes((4, len(ready))) + ready)
+        with peer.makefile("rb") as replies:
+            replies.read(64)
+            replies.read(replies.read(2)[1])
+        yield peer
+
+
+def test_a_subscriber_that_does_not_read_loses_and_can_see_it(
+    context: zmq.Context[Socket],
+) -> None:
+    """Case 72: publishing to a full queue neither waits nor fails, the log stays within its bound, and
+    what was lost shows as a gap before the next batch that arrives.
+    """
+    tokens = list(range(8192))
+    with (
+        open_sink(context, hwm=5, buffer_steps=3) as sink,
+        subscribed(context, sink, hwm=1) as sub,
+    ):
+        for number in range(400):
+            stored = BlockStored([number], None, tokens, 8192, medium=StorageMedium.GPU)
+            sink.publish(1.0, [stored], float(number))
+        seqs = [receive(sub).seq]
+        while seqs[-1] + 1 == len(seqs):
+            if not sub.poll(100):  # all that was queued is read: let the next one show the loss
+                sink.publish(1.0, [], 1000.0)
+            seqs.append(receive(sub).seq)
+        assert seqs[:-1] == list(range(len(seqs) - 1))
+        assert seqs[-1] > len(seqs) - 1
