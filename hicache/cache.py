@@ -4,6 +4,10 @@ A request: `match_prefix`, `lock` the node, `allocate` pages for the rest, compu
 pages that turned out to be there already, `unlock`. Each step of the scheduler ends with the link
 taking the records.
 
+A request that goes on after an `insert` (the next chunk of a prefill, decoding) locks the insertion's
+node and unlocks the one it had, or its pages may be evicted under it. Where the insert found pages
+that were there already, `match_prefix` tells the cache's own.
+
 One thread. Only whole pages are cached; the tail of a prompt that does not fill a page is not.
 """
 
@@ -97,13 +101,20 @@ class HiRadixCache:
         self._materializer: Materializer | None = None
         self._time = 0
 
+    @property
+    def hash_format(self) -> HashFormat:
+        """How the blocks' hashes are made."""
+        return self._hash_format
+
     # -------------------------------------------------------------------------------- requests
 
     def match_prefix(self, tokens: Any, namespace: Namespace = BASE) -> Match:
         """The longest cached prefix of `tokens`, in whole pages; counts as a use of it.
 
-        May split a node, which is silent. Raises what `pack_tokens` raises.
+        May split a node, which is silent. Raises TypeError for a namespace that is none, and what
+        `pack_tokens` raises.
         """
+        _check_namespace(namespace)
         path, num_pages, partial, shared = self._tree.walk(pack_tokens(tokens), namespace)
         if partial is not None:
             path.append(self._tree.split(partial, shared))
@@ -146,8 +157,10 @@ class HiRadixCache:
 
         Raises ValueError, with nothing changed, when the number of indices is not that of the pages
         from `first_page` on, when an index is no page of the pool, or when the pages before
-        `first_page` are not in the cache; and what `pack_tokens` raises.
+        `first_page` are not in the cache. Raises TypeError for a namespace that is none, and what
+        `pack_tokens` raises.
         """
+        _check_namespace(namespace)
         packed = pack_tokens(tokens)
         page_bytes = self._tree.page_bytes
         whole = len(packed) // page_bytes
@@ -169,7 +182,8 @@ class HiRadixCache:
     def free(self, page_indices: Any) -> None:
         """Give back pages that are the caller's: duplicates, or those of an aborted request.
 
-        Raises ValueError for indices that are no pages of the pool.
+        Raises ValueError, with none taken, for indices that are no pages of the pool, and for more
+        pages than are out. That a page is the caller's is not checked.
         """
         self.device_pool.allocator.free(as_pages(page_indices))
 
@@ -338,3 +352,8 @@ class HiRadixCache:
     def _check_held(self, node: Node) -> None:
         if node not in self._tree:
             raise ValueError(f"{node} is not in the cache any more")
+
+
+def _check_namespace(namespace: Namespace) -> None:
+    if type(namespace) is not Namespace:
+        raise TypeError(f"namespace: {namespace!r} is not a Namespace")

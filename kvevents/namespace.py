@@ -12,7 +12,7 @@ __all__ = ["BASE", "Namespace"]
 class Namespace(msgspec.Struct, frozen=True, array_like=True):
     """The identity of a prompt apart from its tokens. An empty string is the same as None.
 
-    Raises TypeError for anything but a string or None.
+    Raises TypeError for anything but a string or None, ValueError for one that UTF-8 cannot encode.
     """
 
     lora_name: str | None = None
@@ -24,8 +24,17 @@ class Namespace(msgspec.Struct, frozen=True, array_like=True):
             value = getattr(self, field)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{field}: {value!r} is not a string")
+            if value is not None and not value.isascii():
+                _check_encodable(field, value)
             if value == "":
                 msgspec.structs.force_setattr(self, field, None)
+
+
+def _check_encodable(field: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{field}: {value!r} cannot be encoded: {error.reason}") from None
 
 
 BASE: Final = Namespace()

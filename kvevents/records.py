@@ -13,6 +13,7 @@ import msgspec
 
 from kvevents.errors import KVEventsError
 from kvevents.events import StorageMedium
+from kvevents.hashing import HashFormat
 from kvevents.namespace import Namespace
 
 __all__ = [
@@ -69,6 +70,14 @@ Record: TypeAlias = StoreNew | StoreKnown | Remove | Clear
 
 class RecordSource(Protocol):
     """A cache, as the link sees it: it hands over records, and can tell its state anew."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per block."""
+
+    @property
+    def hash_format(self) -> HashFormat:
+        """How its blocks' hashes are made."""
 
     @property
     def retelling(self) -> bool:

@@ -5,7 +5,9 @@ K1  Publishing never waits and never raises: what does not fit into the ring, or
 K2  Whatever was refused is repaired: the sidecar sees the hole and asks, and the next pumps tell the
     cache's state anew.
 K3  A pump tells at most `RETELL_BLOCKS` blocks of a re-telling, fewer where so many would not fit into
-    the ring, and none while the ring is over half full.
+    the ring, and none while the ring is over half full. Re-tellings begin at most every
+    `retell_interval_s`, so that one which cannot succeed costs little.
+K4  The first pump begins with a re-telling: what the cache held before there was a sidecar is told too.
 """
 
 from __future__ import annotations
@@ -69,7 +71,12 @@ class SidecarClient:
     """Hands a cache's records to a sidecar. One thread, the scheduler's."""
 
     def __init__(
-        self, path: Path, worker: WorkerInfo, *, ring_bytes: int = DEFAULT_RING_BYTES
+        self,
+        path: Path,
+        worker: WorkerInfo,
+        *,
+        ring_bytes: int = DEFAULT_RING_BYTES,
+        retell_interval_s: float = 0.05,
     ) -> None:
         """Listen on the unix socket `path`, in a directory that is this user's alone.
 
@@ -92,7 +99,11 @@ class SidecarClient:
             self._release()
             raise
         self._connection: socket.socket | None = None
-        self._answered = 0
+        self._answered = -1
+        """The sidecar's requests for a re-telling that were met; -1: the first is due unasked."""
+        self._retell_interval_s = retell_interval_s
+        self._retell_at = 0.0
+        self._source: RecordSource | None = None
         self._most_blocks = min(RETELL_BLOCKS, ring_bytes // (_PARTS * block_bytes))
         self._num_blocks = self._most_blocks
         """Blocks that the next part of a re-telling has."""
@@ -177,14 +188,19 @@ class SidecarClient:
         """Hand over what changed in `source` since the last pump; call it every step, idle or not.
 
         Answers the sidecar's requests for a resync (K2, K3). False when something was refused.
+        Raises ValueError, the first time it sees `source`, when that is not what the sidecar was
+        told: its page size or hash format is another.
         """
+        if source is not self._source:
+            self._check(source)
         if self._closed:
             return False
+        self._notice_end()
         flags = 0
-        if (wanted := self._ring.resyncs) != self._answered and self._half_free():
+        if (wanted := self._ring.resyncs) != self._answered and self._may_retell():
             source.begin_retell()
+            self._stats.retellings += self._answered >= 0
             flags, self._answered = FRESH, wanted
-            self._stats.retellings += 1
         telling = source.retelling and self._half_free()
         if telling:
             source.retell(self._num_blocks)
@@ -199,11 +215,44 @@ class SidecarClient:
             self._num_blocks = self._most_blocks
         return written
 
+    def _check(self, source: RecordSource) -> None:
+        worker = self._worker
+        for key, theirs, ours in (
+            ("block_size", worker.block_size, source.page_size),
+            ("hash_format", worker.hash_format, source.hash_format),
+        ):
+            if theirs != ours:
+                raise ValueError(f"{key}: the sidecar was told {theirs}, the cache has {ours}")
+        self._source = source
+
+    def _may_retell(self) -> bool:
+        now = time.monotonic()
+        if now < self._retell_at or not self._half_free():
+            return False
+        self._retell_at = now + self._retell_interval_s
+        return True
+
+    def _notice_end(self) -> None:
+        """A look at the connection, without waiting."""
+        if self._connection is None:
+            return
+        try:
+            gone = not self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            gone = True
+        if gone:
+            self._disconnect()
+
     def _half_free(self) -> bool:
         return self._ring.free_bytes * 2 >= self._ring.capacity
 
     def _write(self, records: list[Record], flags: int) -> bool:
         if self._closed:
+            return False
+        if self._connection is None:
+            self._stats.refused += 1
             return False
         written = self._ring.write(_encode((time.time(), records)), flags)
         with contextlib.suppress(BlockingIOError):  # 2**64 - 2 wakes not read yet: awake enough

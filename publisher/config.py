@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvevents.hashing import HashFormat
+
 __all__ = [
     "ConfigError",
     "SidecarConfig",
@@ -29,6 +31,8 @@ class ConfigError(ValueError):
 
 def check_endpoint(key: str, endpoint: str) -> None:
     """Raises ConfigError unless `endpoint` is one that can be bound: tcp://HOST:PORT or ipc://PATH."""
+    if not isinstance(endpoint, str):
+        raise ConfigError(f"{key}: {endpoint!r} is not a string")
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path or len(path.encode()) > _IPC_PATH_BYTES:
@@ -41,13 +45,29 @@ def check_endpoint(key: str, endpoint: str) -> None:
         raise ConfigError(f"{key}: port {found['port']} of {endpoint!r} is not in 0..65535")
 
 
+def _check_int(key: str, value: object, low: int, high: int | None = None) -> None:
+    if type(value) is not int:
+        raise ConfigError(f"{key}: {value!r} is not an int")
+    if high is None and value < low:
+        raise ConfigError(f"{key}: {value} is below {low}")
+    if high is not None and not low <= value <= high:
+        raise ConfigError(f"{key}: {value} is not in {low}..{high}")
+
+
+def _check_seconds(key: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{key}: {value!r} is not a number")
+    if not low <= value <= high:
+        raise ConfigError(f"{key}: {value} is not in {low}..{high}")
+
+
 def is_same(endpoint: str, replay_endpoint: str | None) -> bool:
     """Whether both sockets would be bound to one address; two free ports are two."""
     return endpoint == replay_endpoint and not endpoint.endswith((":0", ":*"))
 
 
 class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """One public output. The names are those of SGLang's and vLLM's --kv-events-config.
+    """One public output. What SGLang's and vLLM's --kv-events-config has too is named as there.
 
     `endpoint`, `replay_endpoint`: where to bind the PUB and the replay socket; without the latter,
     no replay. `topic`: the first frame of every message. `buffer_steps`, `buffer_bytes`: how many
@@ -70,13 +90,10 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
             check_endpoint("replay_endpoint", self.replay_endpoint)
             if is_same(self.endpoint, self.replay_endpoint):
                 raise ConfigError(f"replay_endpoint: {self.endpoint} is the endpoint as well")
-        for key in ("buffer_steps", "buffer_bytes"):
-            if (value := getattr(self, key)) < 1:
-                raise ConfigError(f"{key}: {value} is below 1")
-        if not 1 <= self.hwm < 2**31:
-            raise ConfigError(f"hwm: {self.hwm} is not in 1..{2**31 - 1}")
-        if not 0.01 <= self.heartbeat_s <= 3600:
-            raise ConfigError(f"heartbeat_s: {self.heartbeat_s} is not in 0.01..3600")
+        _check_int("buffer_steps", self.buffer_steps, 1)
+        _check_int("buffer_bytes", self.buffer_bytes, 1)
+        _check_int("hwm", self.hwm, 1, 2**31 - 1)
+        _check_seconds("heartbeat_s", self.heartbeat_s, 0.01, 3600)
 
 
 class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -93,25 +110,22 @@ class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
     def __post_init__(self) -> None:
         if not self.sinks:
             raise ConfigError("sinks: at least one is needed")
-        if not 0 <= self.linger_s <= 60:
-            raise ConfigError(f"linger_s: {self.linger_s} is not in 0..60")
-        if not 0.1 <= self.replay_timeout_s <= 3600:
-            raise ConfigError(f"replay_timeout_s: {self.replay_timeout_s} is not in 0.1..3600")
+        _check_seconds("linger_s", self.linger_s, 0, 60)
+        _check_seconds("replay_timeout_s", self.replay_timeout_s, 0.1, 3600)
 
 
 class WorkerInfo(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Who the worker is. `block_size` is its page size in tokens."""
+    """Who the worker is. `block_size` is its page size in tokens, `hash_format` that of its cache."""
 
     block_size: int
+    hash_format: HashFormat = HashFormat.SGLANG
     dp_rank: int = 0
     model: str = ""
     worker_id: str = ""
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ConfigError(f"block_size: {self.block_size} is below 1")
-        if not 0 <= self.dp_rank < 2**31:
-            raise ConfigError(f"dp_rank: {self.dp_rank} is not in 0..{2**31 - 1}")
+        _check_int("block_size", self.block_size, 1)
+        _check_int("dp_rank", self.dp_rank, 0, 2**31 - 1)
 
 
 def read_config(kind: type[T], data: Any) -> T:

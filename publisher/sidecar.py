@@ -26,6 +26,7 @@ __all__ = ["serve"]
 
 _MESSAGES_PER_TURN = 128
 _CONNECT_S = 10.0
+_LOG_INTERVAL_S = 1.0
 _CLOSE_LINGER_S = 0.2  # what was published last has had the linger to leave
 
 _log = logging.getLogger("kvevents.sidecar")
@@ -68,6 +69,8 @@ class _Loop:
         self._more = False
         """Whether the ring may hold messages that have not been taken."""
         self._stopping = False
+        self._resyncs_logged = 0
+        self._log_at = 0.0
         self._poller = zmq.Poller()
         self._poller.register(source.wake_fd, zmq.POLLIN)
         self._poller.register(source.connection, zmq.POLLIN)
@@ -126,6 +129,9 @@ class _Loop:
 
     def _publish(self, now: float) -> None:
         told, self._more = self._source.take(_MESSAGES_PER_TURN)
+        if self._source.stats.resyncs != self._resyncs_logged and now >= self._log_at:
+            self._resyncs_logged, self._log_at = self._source.stats.resyncs, now + _LOG_INTERVAL_S
+            _log.warning("asked the worker to tell its state anew: %s", self._source.last_loss)
         for one in told:
             if one.events:
                 for sink in self._sinks:

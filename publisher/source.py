@@ -83,11 +83,16 @@ class LinkSource:
         self.wake_fd = self._fds[1]
         self.connection.settimeout(0)
         self.stats = SourceStats()
-        self._materializer = Materializer(self.worker.block_size)
+        self._materializer = self._new_materializer()
         self._flushes: list[int] = []
+        self.last_loss = ""
+        """Why a resync was last asked for."""
         self._expected = 0
         self._in_step = True
         self._read_at_all = False
+
+    def _new_materializer(self) -> Materializer:
+        return Materializer(self.worker.block_size, self.worker.hash_format)
 
     def _handshake(self, path: Path) -> WorkerInfo:
         self.connection.connect(str(path))
@@ -122,7 +127,7 @@ class LinkSource:
                 self._ring.release()
                 if self._expected < offered:  # the last ones were refused
                     if self._in_step:
-                        self._lose(missed=offered - self._expected)
+                        self._lose("the ring was full", missed=offered - self._expected)
                     self._expected = offered
                 return told, False
             if (found := self._take_one(message)) is not None:
@@ -138,19 +143,19 @@ class LinkSource:
     def _read(self) -> Message | None:
         try:
             return self._ring.read()
-        except KVEventsError:
+        except KVEventsError as error:
             self.stats.unreadable += 1
             self._ring.skip_all()
             self._expected = self._ring.offered
-            self._lose(missed=0)
+            self._lose(str(error))
             return None
 
     def _take_one(self, message: Message) -> Told | None:
         if message.flags & FRESH:
-            self._materializer = Materializer(self.worker.block_size)
+            self._materializer = self._new_materializer()
             self._in_step = True
         elif self._in_step and message.number != self._expected:
-            self._lose(missed=message.number - self._expected)
+            self._lose("the ring was full", missed=message.number - self._expected)
         self._expected = message.number + 1
         if not self._in_step:
             self.stats.skipped += 1
@@ -158,15 +163,16 @@ class LinkSource:
         try:
             ts, records = _decode(message.body)
             told = Told(ts, self._materializer.apply(records))
-        except (msgspec.MsgspecError, UnicodeDecodeError, KVEventsError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVEventsError) as error:
             self.stats.unreadable += 1
-            self._lose(missed=0)
+            self._lose(str(error))
             return None
         self.stats.applied += 1
         self.stats.events += len(told.events)
         return told
 
-    def _lose(self, *, missed: int) -> None:
+    def _lose(self, reason: str, *, missed: int = 0) -> None:
+        self.last_loss = reason
         self.stats.missed += missed
         self.stats.resyncs += 1
         self._in_step = False

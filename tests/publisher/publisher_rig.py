@@ -152,6 +152,7 @@ class RawPublisher:
         self.pub = self._context.socket(zmq.XPUB)
         self.router = self._context.socket(zmq.ROUTER)
         self.pub.setsockopt(zmq.XPUB_VERBOSER, 1)
+        self.pub.setsockopt(zmq.SNDHWM, 0)
         self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.endpoint, self.replay_endpoint = (
             socket.bind(LOOPBACK).addr for socket in (self.pub, self.router)

@@ -24,7 +24,7 @@ from publisher_rig import (
     start_kvevents,
 )
 
-from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
+from publisher import Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
 
 GOOD = '{"input_length": 600, "output_length": 10, "hash_ids": [1, 2]}\n'
@@ -192,19 +192,31 @@ def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
 # -------------------------------------------------------------------------------------- processes
 
 
+class Stream:
+    """A worker's, with a sidecar of its own."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self._sidecar, self._cache = sidecar, make_cache(num_pages=1024)
+        (bound,) = sidecar.client.sinks
+        self.tail = ("tail", bound.endpoint, "--replay-endpoint", str(bound.replay_endpoint))
+
+    def tell(self, num_events: int) -> None:
+        """So many events more, all of them published."""
+        for _ in range(num_events):
+            first = 100 * self._cache.num_stored
+            insert(self._cache, range(first, first + 8))
+            self._sidecar.pump(self._cache)
+        assert self._sidecar.client.flush(self._cache, PATIENCE_S) is not None
+
+
 @pytest.fixture
-def endpoints() -> Iterator[tuple[str, str]]:
-    """A sidecar's, whose worker has stored something and says so anew twenty times a second."""
+def stream() -> Iterator[Stream]:
+    """One that has told eight events."""
     sink = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, heartbeat_s=0.05)
     with spawn(WorkerInfo(block_size=4), SidecarConfig(sinks=(sink,), linger_s=0.0)) as sidecar:
-        cache = make_cache()
-        for step in range(8):
-            insert(cache, range(step * 100, step * 100 + 8))
-            sidecar.pump(cache)
-        assert sidecar.client.flush(cache, PATIENCE_S) is not None
-        (bound,) = sidecar.client.sinks
-        assert bound.replay_endpoint is not None
-        yield bound.endpoint, bound.replay_endpoint
+        stream = Stream(sidecar)
+        stream.tell(8)
+        yield stream
 
 
 @pytest.mark.integration
@@ -224,21 +236,18 @@ def test_tail_without_a_publisher_has_a_code_of_its_own() -> None:
 
 
 @pytest.mark.integration
-def test_tail_ends_at_its_count(endpoints: tuple[str, str]) -> None:
+def test_tail_ends_at_its_count(stream: Stream) -> None:
     """Exit code 0 after N lines."""
-    endpoint, replay_endpoint = endpoints
-    done = kvevents("tail", endpoint, "--replay-endpoint", replay_endpoint, "-n", "3", "-o", "json")
+    done = kvevents(*stream.tail, "-n", "3", "-o", "json")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 3
 
 
 @pytest.mark.integration
-def test_tail_leaves_quietly_when_its_reader_does(endpoints: tuple[str, str]) -> None:
+def test_tail_leaves_quietly_when_its_reader_does(stream: Stream) -> None:
     """`kvevents tail | head -1`: exit code 0 and nothing on stderr."""
-    endpoint, replay_endpoint = endpoints
-    command = [sys.executable, "-m", "publisher.cli", "tail", endpoint]
     with subprocess.Popen(
-        [*command, "--replay-endpoint", replay_endpoint],
+        [sys.executable, "-m", "publisher.cli", *stream.tail],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -248,6 +257,7 @@ def test_tail_leaves_quietly_when_its_reader_does(endpoints: tuple[str, str]) ->
         assert process.stdout is not None and process.stderr is not None
         with process.stdout:
             assert b"stored" in process.stdout.read(40)
+        stream.tell(1)
         try:
             assert process.wait(PATIENCE_S) == 0
         finally:
@@ -256,12 +266,9 @@ def test_tail_leaves_quietly_when_its_reader_does(endpoints: tuple[str, str]) ->
 
 
 @pytest.mark.integration
-def test_ctrl_c_ends_tail_quietly(endpoints: tuple[str, str]) -> None:
+def test_ctrl_c_ends_tail_quietly(stream: Stream) -> None:
     """Exit code 130 and no traceback, while it waits."""
-    endpoint, replay_endpoint = endpoints
-    with start_kvevents(
-        f"ctrl-c {os.getpid()}", "tail", endpoint, "--replay-endpoint", replay_endpoint
-    ) as process:
+    with start_kvevents(f"ctrl-c {os.getpid()}", *stream.tail) as process:
         assert process.stdout is not None and process.stderr is not None
         assert "stored" in process.stdout.readline()
         start = time.monotonic()

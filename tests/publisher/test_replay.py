@@ -254,8 +254,10 @@ def test_a_client_that_never_reads_delays_nobody() -> None:
 
 
 def test_a_client_that_reads_slowly_gets_everything() -> None:
-    """Case 58: of 1,024 batches none is lost to a full queue, and END comes last."""
-    with Rig(batches(1024, size=5000)) as rig:
+    """Case 58: of 3,072 batches none is lost to a full queue, and END comes last, however long it takes
+    all in all: the timeout is for taking nothing.
+    """
+    with Rig(batches(3072, size=2000), timeout_s=20.0) as rig:
         client = rig.client(small=True)
         client.send_multipart(replay_request(0))
         rig.drive(lambda: rig.server.stalled)
@@ -263,7 +265,8 @@ def test_a_client_that_reads_slowly_gets_everything() -> None:
         while not (got and parse_replay_answer(got[-1]) == END):
             rig.drive(lambda: bool(client.poll(0)))
             got.append(client.recv_multipart())
-        assert seqs_of(got) == list(range(1024))
+            rig.now += 0.02
+        assert seqs_of(got) == list(range(3072))
         assert rig.server.stats.dropped == 0
 
 
@@ -317,7 +320,7 @@ def test_many_clients_share_the_turns() -> None:
         for client in clients:
             client.send_multipart(replay_request(0))
         rig.drive(lambda: rig.server.stats.requests == 20)
-        rig.drive(lambda: rig.server.stats.answered > 0 or all(one.poll(0) for one in clients))
-        assert rig.server.stats.answered == 0
+        rig.drive(lambda: rig.server.stats.answered > 0)
+        assert all(client.poll(int(PATIENCE_S * 1000)) for client in clients)
         for client in clients:
             assert seqs_of(rig.answers(client)) == list(range(300))

@@ -197,6 +197,31 @@ def test_ends_close_twice() -> None:
     assert open_fds() == before
 
 
+class TornBody:
+    """A body of which nothing can be copied: the write ends in its middle, as if the writer had died."""
+
+    def __len__(self) -> int:
+        return 100
+
+
+def test_a_write_that_does_not_come_to_its_end_has_written_nothing() -> None:
+    """B1: there is nothing to read, and the number that it had is missing afterwards."""
+    writer = RingWriter(MIN_RING_BYTES)
+    reader = RingReader(writer.fd)
+    try:
+        writer.write(b"before")
+        with pytest.raises(TypeError):
+            writer.write(TornBody())  # type: ignore[arg-type]
+        assert reader.read() == Message(0, 0, b"before")
+        assert reader.read() is None
+        writer.write(b"after")
+        assert reader.read() == Message(2, 0, b"after")
+        assert reader.offered == 3
+    finally:
+        reader.close()
+        writer.close()
+
+
 # ----------------------------------------------------------------------------------- corrupt bytes
 
 

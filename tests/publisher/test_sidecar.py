@@ -74,13 +74,15 @@ def serving() -> set[int]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A test may leave neither a sidecar, nor a descriptor, nor a folder for a link."""
-    folder, before = Path("/tmp"), open_fds()
-    yield
-    assert serving() == set()
-    assert open_fds() == before
-    assert not [one for one in folder.glob("kvevents-*/link") if one.stat().st_uid == os.getuid()]
+    before = open_fds()
+    with short_folder() as folder:
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        yield
+        assert serving() == set()
+        assert open_fds() == before
+        assert list(folder.iterdir()) == []
 
 
 @contextlib.contextmanager
@@ -408,22 +410,25 @@ def test_a_killed_sidecar_costs_the_worker_nothing() -> None:
 
 
 def test_a_worker_that_leaves_is_announced() -> None:
-    """After close, subscribers still get what was in the ring, and then AllBlocksCleared, in turn."""
-    cache = make_cache()
-    with spawn(WORKER, config(linger_s=0.2)) as sidecar:
+    """After close, subscribers still get all that was in the ring, and then AllBlocksCleared, in turn."""
+    cache = make_cache(num_pages=1000)
+    with spawn(WORKER, config(sink(heartbeat_s=3600.0), linger_s=0.3)) as sidecar:
         (bound,) = sidecar.client.sinks
         with Subscriber(bound.endpoint, replay_of(bound)) as subscriber:
-            insert(cache, range(8))
+            insert(cache, range(4))
             flushed_seq(sidecar, cache)
             receive_until(subscriber, lambda _: subscriber.next_seq == 1)
-            insert(cache, range(100, 108))
-            sidecar.pump(cache)
-            assert sidecar.close() == 0
-            received = receive_until(subscriber, lambda _: subscriber.next_seq == 3)
-            assert [type(one.batch.events[0]) for one in received if isinstance(one, Batch)] == [
-                BlockStored,
-                AllBlocksCleared,
-            ]
+            kill(sidecar.pid, signal.SIGSTOP)
+            for step in range(1, 400):
+                insert(cache, range(step * 10, step * 10 + 4))
+                sidecar.pump(cache)
+            sidecar.client.close()
+            kill(sidecar.pid, signal.SIGCONT)
+            received = receive_until(subscriber, lambda _: subscriber.next_seq == 401)
+            events = [one.batch.events for one in received if isinstance(one, Batch)]
+            assert [type(one) for (one,) in events[:-1]] == [BlockStored] * 399
+            assert events[-1] == [AllBlocksCleared()]
+        assert sidecar.close() == 0
 
 
 def test_a_killed_worker_is_announced_and_its_sidecar_ends() -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from publisher_rig import PATIENCE_S, Link, insert, make_cache, open_fds, short_folder
 
-from kvevents import BASE, Namespace, StorageMedium
+from kvevents import BASE, AllBlocksCleared, Namespace, StorageMedium
 from kvevents.records import BlockId, Clear, Record, RecordSource, Remove, StoreKnown, StoreNew
 from publisher import ClientStats, LinkError, SidecarClient, WorkerInfo
 from publisher.client import RETELL_BLOCKS
@@ -283,6 +283,28 @@ def test_a_retelling_waits_for_room() -> None:
         assert link.client.stats.retellings == 1
 
 
+def test_a_retelling_stops_while_nobody_reads() -> None:
+    """K3: its parts fill no more than the half of the ring and one part more; live changes have the
+    rest, and none is refused.
+    """
+    with Link(ring_bytes=MIN_RING_BYTES) as link:
+        cache = make_cache(num_pages=2000)
+        insert(cache, range(4000))
+        link.client.pump(cache)
+        link.take()
+        for _ in range(50):
+            link.client.pump(cache)
+        assert cache.retelling
+        ring = link.client._ring
+        assert ring.capacity // 4 <= ring.free_bytes < ring.capacity // 2
+        insert(cache, range(9000, 9020))
+        assert link.client.pump(cache)
+        assert link.client.stats.refused == 1
+        settle(link, cache)
+        assert link.client.stats.retellings == 1
+        assert link.index.resident == cache.resident_blocks()
+
+
 def test_a_retelling_goes_on_beside_live_changes() -> None:
     """What changes between the parts of a re-telling is told too."""
     with Link(block_size=1, ring_bytes=1 << 16) as link:
@@ -342,13 +364,19 @@ IMPOSSIBLE: list[list[Record]] = [
 
 @pytest.mark.parametrize("records", IMPOSSIBLE, ids=range(len(IMPOSSIBLE)))
 def test_impossible_records_are_a_hole(records: list[Record]) -> None:
-    """S2: records that break M1 or M2 are not told, and what is known is told anew."""
+    """S2: records that break M1 or M2 are not told, nor what was sound in their message; what is known
+    is told anew, beginning with a clear.
+    """
     with Link() as link:
         cache = make_cache()
         link.client.publish(records)
         assert link.take() == 0
         assert (link.source.stats.unreadable, link.source.in_step) == (1, False)
         insert(cache, range(8))
+        link.client.pump(cache)
+        ((one,), _) = link.source.take(1)
+        assert isinstance(one.events[0], AllBlocksCleared)
+        link.index.apply(one.events)
         settle(link, cache)
         assert link.index.resident == cache.resident_blocks()
 
@@ -452,6 +480,20 @@ def test_flush_waits_until_all_is_told() -> None:
         assert answer.next_seqs == (7,)
         assert link.index.resident == cache.resident_blocks()
         assert answer.num_events >= 1
+
+
+def test_a_flush_is_not_answered_before_its_messages_are_taken() -> None:
+    """The source holds the answer back until it has taken what was written before the flush."""
+    with Link() as link:
+        cache = make_cache()
+        insert(cache, range(8))
+        assert link.client.flush(cache, 0.02) is None
+        assert link.source.take_control()
+        link.source.answer_flushes((1,))
+        assert link.client.flush(cache, 0.02) is None
+        assert link.take() == 1
+        link.source.answer_flushes((1,))
+        assert link.client.flush(cache, 0.02) is not None
 
 
 def test_flush_gives_up_at_its_deadline() -> None:
