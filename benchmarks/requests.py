@@ -7,6 +7,7 @@ away, and events handed to a sidecar that publishes them to a subscriber.
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,11 +80,19 @@ def main() -> int:
         "events through a sidecar": lambda: through_sidecar(prompts),
     }
     rounds: dict[str, list[list[int]]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
+    print(
+        f"{REQUESTS} requests, page {PAGE_SIZE}, {DEVICE_PAGES} pages, {ROUNDS} rounds,"
+        f" {len(os.sched_getaffinity(0))} cores; no model runs",
+        flush=True,
+    )
+    for number in range(1, ROUNDS + 1):
         for name, run in ways.items():
             gc.collect()
             rounds[name].append(sorted(run()))
-    print(f"{REQUESTS} requests, page {PAGE_SIZE}, {DEVICE_PAGES} pages, {ROUNDS} rounds")
+        means = (
+            f"{name} {sum(found[-1]) / REQUESTS / 1e3:.1f} µs" for name, found in rounds.items()
+        )
+        print(f"round {number} of {ROUNDS}: {', '.join(means)}", flush=True)
     base = median(sum(one) for one in rounds["events off"])
     for name, found in rounds.items():
         mean = median(sum(one) for one in found) / REQUESTS / 1e3

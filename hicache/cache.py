@@ -13,6 +13,7 @@ One thread. Only whole pages are cached; the tail of a prompt that does not fill
 
 from __future__ import annotations
 
+import operator
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +134,7 @@ class HiRadixCache:
         None, and nothing evicted, when not even evicting all that is unlocked would do. Raises
         ValueError for a negative number.
         """
+        num_pages = operator.index(num_pages)
         allocator = self.device_pool.allocator
         short = num_pages - allocator.num_free
         if short > self.num_evictable:
@@ -223,9 +225,9 @@ class HiRadixCache:
         A leaf larger than what is left to free loses only its last pages. Raises ValueError for a
         negative number.
         """
+        left = num_pages = operator.index(num_pages)
         if num_pages < 0:
             raise ValueError(f"num_pages: {num_pages} is negative")
-        left = num_pages
         while left:
             node = self._evictable.pop()
             if node is None:

@@ -69,21 +69,25 @@ class Recorder:
         self._tree = tree
         self._records: list[Record] = []
         self._telling = 0
+        self._waiting: list[Node] = []
+        """The nodes of the moment the re-telling began, the oldest last: parents before children, but
+        for upper halves of splits, which come to be after their lower halves.
+        """
         self._untold: dict[Node, None] = {}
-        """Nodes through which all that is still to be told is found, and no others for long: a
-        re-telling that nobody continues keeps no more than the tree does.
+        """Nodes that came since and wait too, and no others for long: a re-telling that nobody
+        continues keeps no more than the tree does, and what it had at first.
         """
 
     @property
     def retelling(self) -> bool:
-        return bool(self._untold)
+        return bool(self._waiting or self._untold)
 
     def stored(self, node: Node, tier: Tier, *, new: bool) -> None:
         if not new:
             if node.told == self._telling:
                 count, first_id = node.num_pages, BlockId(node.first_id)
                 self._records.append(StoreKnown(MEDIUM[tier], first_id, count))
-        elif self._untold and not self._told_parent(node):
+        elif self.retelling and not self._told_parent(node):
             node.told = -1
             self._untold[node] = None
         else:
@@ -103,6 +107,7 @@ class Recorder:
             self._untold[node.parent] = None  # it may be the upper half of a split, unlisted so far
 
     def cleared(self) -> None:
+        self._waiting.clear()
         self._untold.clear()
         self._records.append(Clear())
 
@@ -113,23 +118,37 @@ class Recorder:
     def begin_retell(self) -> None:
         self._records = [Clear()]
         self._telling += 1
-        self._untold = dict.fromkeys(self._tree.nodes())
+        self._waiting = self._tree.nodes()
+        self._waiting.reverse()
+        self._untold.clear()
 
     def retell(self, num_blocks: int) -> None:
         """Splits a node that is larger than what is left of `num_blocks`; splits are silent."""
-        while self._untold and num_blocks > 0:
-            node, _ = self._untold.popitem()
+        while self.retelling and num_blocks > 0:
+            node = self._waiting[-1] if self._waiting else next(reversed(self._untold))
+            if self._awaits(node):
+                num_blocks -= self._tell_path(node, num_blocks)
             if not self._awaits(node):
-                continue
-            self._untold[node] = None  # until the end of its path is told
-            for untold in reversed(self._untold_path(node)):
-                if untold.num_pages > num_blocks:
-                    self._tell(self._tree.split(untold, num_blocks))
-                    return
-                self._tell(untold)
-                num_blocks -= untold.num_pages
-                if num_blocks <= 0:
-                    return
+                self._done(node)
+
+    def _tell_path(self, node: Node, num_blocks: int) -> int:
+        """Tell `node` and its untold ancestors, from the top, as far as `num_blocks` reaches."""
+        told = 0
+        for untold in reversed(self._untold_path(node)):
+            part = untold
+            if untold.num_pages > num_blocks - told:
+                part = self._tree.split(untold, num_blocks - told)
+            self._tell(part)
+            told += part.num_pages
+            if told == num_blocks:
+                break
+        return told
+
+    def _done(self, node: Node) -> None:
+        if self._waiting:
+            self._waiting.pop()
+        else:
+            del self._untold[node]
 
     def _awaits(self, node: Node) -> bool:
         return (

@@ -47,7 +47,7 @@ class RadixTree:
         return node.is_root or node in self._nodes
 
     def nodes(self) -> list[Node]:
-        """All nodes but the roots, in no particular order."""
+        """All nodes but the roots, in the order in which they came to be; a new list."""
         return list(self._nodes)
 
     def roots(self) -> Iterator[Node]:

@@ -69,10 +69,13 @@ def live_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
 
 
 def parse_live(frames: Sequence[bytes]) -> Frame:
-    """Raises KVEventsError unless there are three frames and a seq of 8 bytes."""
+    """Raises KVEventsError unless there are three frames and a seq of 8 bytes, at most `MAX_SEQ`."""
     if len(frames) != 3:
         raise KVEventsError(f"live message: {len(frames)} frames, not 3")
-    return Frame(frames[0], _seq(frames[1]), frames[2])
+    seq = _seq(frames[1])
+    if seq > MAX_SEQ:
+        raise KVEventsError(f"seq: {seq} is above {MAX_SEQ}")
+    return Frame(frames[0], seq, frames[2])
 
 
 def replay_request(start: int) -> list[bytes]:

@@ -2,10 +2,13 @@
 
 No I/O: feed it what arrived and do what it says.
 
-G1  Delivered seqs ascend, each once, without a hole that `Lost` did not report.
+G1  Delivered seqs ascend, each once, without a hole that `Lost` did not report; only the answer to a
+    JOIN may begin anywhere, since it begins with AllBlocksCleared.
 G2  A hole is asked for before it is given up. What arrives meanwhile is held, at most `max_held`
     frames; beyond that the oldest go, and are asked for again.
-G3  The live stream going back to a seq it had already sent means that the publisher started over.
+G3  The live stream going back to a seq it had already sent means that the publisher started over. A
+    new connection may mean it too, although the seq has gone on: `rejoin` asks for the state again.
+G4  After a hole was given up the tracker is `diverged`, until a JOIN was answered.
 """
 
 from __future__ import annotations
@@ -80,6 +83,14 @@ class GapTracker:
         self._asked: int | None = None
         """The start of the replay under way."""
         self._answers = self._failures = 0
+        self._resume: int | None = None
+        """Where to go on when a JOIN after the first is not understood."""
+        self._diverged = False
+
+    @property
+    def diverged(self) -> bool:
+        """Whether something was given up that a `rejoin` might still bring (G4)."""
+        return self._diverged and not self.recovering
 
     @property
     def expected(self) -> int | None:
@@ -94,6 +105,19 @@ class GapTracker:
     def start(self) -> list[Action]:
         """Join the stream: ask for the state now."""
         return [self._ask(JOIN)] if self._can_replay else []
+
+    def rejoin(self) -> list[Action]:
+        """The connection is a new one, or what was given up is to be repaired: ask for the state now.
+
+        What was held is dropped; it is in the answer, or shows as a gap.
+        """
+        if not self._can_replay:
+            return []
+        if self._expected is not None:
+            self._resume = self._expected
+        self._held.clear()
+        self._expected, self._failures = None, 0
+        return [self._ask(JOIN)]
 
     def live(self, seq: int, payload: bytes) -> list[Action]:
         """A frame came on the live socket."""
@@ -131,7 +155,9 @@ class GapTracker:
             return []
         self._failures = 0
         if asked == JOIN and not self._answers:
-            return [self._ask(0)]
+            self._expected, self._resume = self._resume, None
+            return [self._ask(self._expected or 0)]
+        self._resume, self._diverged = None, False
         if self._expected is None:  # nothing had been published when this was answered
             self._expected = 0
             return self._release(gave_up=False)
@@ -145,7 +171,7 @@ class GapTracker:
         if self._failures < self._attempts:
             start = self._asked if self._expected is None else self._expected
             return [self._ask(start)]
-        self._asked, self._failures = None, 0
+        self._asked, self._failures, self._diverged = None, 0, True
         return self._release(gave_up=True)
 
     # --------------------------------------------------------------------------------- inside
@@ -190,7 +216,8 @@ class GapTracker:
 
     def _restart(self, seq: int, payload: bytes) -> list[Action]:
         self._held.clear()
-        self._expected, self._failures, self._live_last = None, 0, seq
+        self._expected, self._resume = None, None
+        self._failures, self._live_last = 0, seq
         self._asked = None
         if self._can_replay:
             self._held.append((seq, payload))

@@ -108,14 +108,13 @@ class BlockIndex:
     def _store(self, event: BlockStored) -> None:
         hashes, raw_parent = event.block_hashes, event.parent_block_hash
         parent = None if raw_parent is None else canonical_hash(raw_parent)
-        packed = self._tokens_of(event)
-        if packed is None or not hashes or parent == canonical_hash(hashes[0]):
+        packed, namespace = self._tokens_of(event), self._namespace(event)
+        if packed is None or namespace is None or not hashes or parent == canonical_hash(hashes[0]):
             self.oddities.malformed += len(hashes)
             return
         self.block_size = event.block_size
         medium = StorageMedium.GPU if event.medium is None else event.medium
         bit, step = _BIT[medium], event.block_size * TOKEN_BYTES
-        namespace = self._namespace(event)
         if parent is not None and parent not in self._blocks:
             self.oddities.unknown_parent += 1
         for at, raw in enumerate(hashes):
@@ -168,10 +167,14 @@ class BlockIndex:
         if self._children is not None:
             self._children[_key(block)] = block_hash
 
-    def _namespace(self, event: BlockStored) -> Namespace:
+    def _namespace(self, event: BlockStored) -> Namespace | None:
+        """The event's namespace; None when its names are too long."""
         if event.lora_name is None and event.cache_salt is None and event.extra_key is None:
             return BASE
-        found = Namespace(event.lora_name, event.cache_salt, event.extra_key)
+        try:
+            found = Namespace(event.lora_name, event.cache_salt, event.extra_key)
+        except (TypeError, ValueError):
+            return None
         return self._namespaces.setdefault(found, found)
 
     # --------------------------------------------------------------------------------- queries

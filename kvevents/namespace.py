@@ -6,13 +6,16 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["BASE", "Namespace"]
+__all__ = ["BASE", "MAX_NAME_BYTES", "Namespace"]
+
+MAX_NAME_BYTES: Final = 1024
 
 
 class Namespace(msgspec.Struct, frozen=True, array_like=True):
     """The identity of a prompt apart from its tokens. An empty string is the same as None.
 
-    Raises TypeError for anything but a string or None, ValueError for one that UTF-8 cannot encode.
+    Raises TypeError for anything but a string or None, ValueError for one that UTF-8 cannot encode or
+    that takes more than `MAX_NAME_BYTES`.
     """
 
     lora_name: str | None = None
@@ -24,17 +27,19 @@ class Namespace(msgspec.Struct, frozen=True, array_like=True):
             value = getattr(self, field)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{field}: {value!r} is not a string")
-            if value is not None and not value.isascii():
-                _check_encodable(field, value)
-            if value == "":
-                msgspec.structs.force_setattr(self, field, None)
+            if value is not None:
+                msgspec.structs.force_setattr(self, field, _checked(field, value) or None)
 
 
-def _check_encodable(field: str, value: str) -> None:
+def _checked(field: str, value: str) -> str:
+    """`value` as an exact string that the wire can carry: subclasses of str are not encoded alike."""
     try:
-        value.encode()
+        length = len(value.encode())
     except UnicodeEncodeError as error:
         raise ValueError(f"{field}: {value!r} cannot be encoded: {error.reason}") from None
+    if length > MAX_NAME_BYTES:
+        raise ValueError(f"{field}: {length} bytes are above {MAX_NAME_BYTES}")
+    return str.__str__(value)
 
 
 BASE: Final = Namespace()

@@ -1,16 +1,34 @@
 """The sidecar that the serving process spawns, its worker's end, and the subscriber."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvevents.gaps import Gap, Lost, Restarted
 from publisher.client import ClientStats, LinkError, SidecarClient
 from publisher.config import ConfigError, SidecarConfig, SinkConfig, WorkerInfo
 from publisher.spawn import Sidecar, spawn
-from publisher.subscriber import Batch, Received, Subscriber, SubscriberStats, Undecodable
+
+if TYPE_CHECKING:
+    from publisher.subscriber import Batch, Received, Subscriber, SubscriberStats, Undecodable
+else:
+    _NEED_ZMQ = {"Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"}
+
+    def __getattr__(name):
+        """The subscriber's names, once they are asked for: only they need pyzmq in this process."""
+        if name not in _NEED_ZMQ:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("publisher.subscriber"), name)
+
 
 __all__ = [
     "Batch",
     "ClientStats",
     "ConfigError",
+    "Gap",
     "LinkError",
+    "Lost",
     "Received",
+    "Restarted",
     "Sidecar",
     "SidecarClient",
     "SidecarConfig",

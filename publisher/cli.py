@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 findings (what was looked for is not so), 2 usage, 3 no conn
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,13 @@ __all__ = ["main"]
 
 FINDINGS, USAGE, NO_CONNECTION = 1, 2, 3
 
+_NEEDS = {
+    "tail": ("publisher", ("zmq",)),
+    "demo": ("demo", ("zmq", "torch")),
+    "serve": ("publisher", ("zmq",)),
+}
+"""A command's extra, and the modules it brings."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
@@ -27,6 +35,19 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+class _Version(argparse.Action):
+    """Says the version; it is looked up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"kvevents {version('kvevents')}")
+        except PackageNotFoundError:
+            parser.error("not installed, so its version is unknown")
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,11 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     parser = _Parser(prog="kvevents", description="KV-cache events of LLM inference workers.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_tail(commands.add_parser("tail", help="print a stream, one line per event"))
     _add_demo(commands.add_parser("demo", help="worker, sidecar and router on a real trace"))
     _add_serve(commands.add_parser("serve", help="the sidecar itself; a worker spawns it"))
     options = parser.parse_args(arguments)
+    extra, modules = _NEEDS[options.command]
+    if not all(importlib.util.find_spec(module) for module in modules):
+        parser.error(f"{options.command} needs pip install 'kvevents[{extra}]'")
     try:
         return int(options.run(options))
     except (ValueError, TypeError) as error:
@@ -68,6 +93,7 @@ def _add_tail(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--count", type=int, metavar="N", help="end after N events")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
     parser.add_argument("--timeout", type=float, metavar="S", help="end after S seconds of silence")
+    parser.epilog = f"Exit code {NO_CONNECTION} when nothing came at all in --timeout seconds."
     parser.set_defaults(run=_tail)
 
 
@@ -77,7 +103,7 @@ def _tail(options: argparse.Namespace) -> int:
     if options.count is not None and options.count < 1:
         raise ValueError(f"--count: {options.count} is below 1")
     if options.timeout is not None and not 0 < options.timeout <= 86_400:
-        raise ValueError(f"--timeout: {options.timeout} is not in 0..86400")
+        raise ValueError(f"--timeout: {options.timeout} is not above 0 and at most 86400")
     seen = tail(
         options.endpoint,
         options.replay_endpoint,
@@ -87,7 +113,11 @@ def _tail(options: argparse.Namespace) -> int:
         timeout_s=options.timeout,
         write=lambda line: print(line, flush=True),
     )
-    return 0 if seen else NO_CONNECTION
+    if seen:
+        return 0
+    silence = f"nothing came from {options.endpoint} in {options.timeout:g} s"
+    print(f"kvevents tail: {silence}", file=sys.stderr)
+    return NO_CONNECTION
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +154,8 @@ def _serve(options: argparse.Namespace) -> int:
             config = read_config(SidecarConfig, msgspec.json.decode(text))
         except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
             raise ValueError(f"--config: {error}") from None
+        except RecursionError:
+            raise ValueError("--config: nested too deeply") from None
     try:
         return serve(Path(options.link), config)
     except SourceError as error:

@@ -44,7 +44,7 @@ from publisher.ring import MIN_RING_BYTES, RingWriter
 __all__ = ["DEFAULT_RING_BYTES", "RETELL_BLOCKS", "ClientStats", "LinkError", "SidecarClient"]
 
 DEFAULT_RING_BYTES = 32 << 20
-RETELL_BLOCKS = 1024
+RETELL_BLOCKS = 256
 
 _RECORD_BYTES = 64  # of a block's record at most, apart from its tokens and its namespace
 _PARTS = 4  # of a re-telling that the ring has room for
@@ -109,6 +109,7 @@ class SidecarClient:
         """Blocks that the next part of a re-telling has."""
         self._stats = ClientStats()
         self._closed = False
+        self._pid = os.getpid()
         self.sinks: tuple[Bound, ...] = ()
         """Where the sidecar's sinks listen, once it is ready."""
 
@@ -121,6 +122,11 @@ class SidecarClient:
     def connected(self) -> bool:
         """Whether a sidecar is there, as far as was noticed."""
         return self._connection is not None
+
+    @property
+    def owned(self) -> bool:
+        """Whether this is the process that made it; in a forked child it does nothing."""
+        return os.getpid() == self._pid
 
     # ------------------------------------------------------------------------------- start-up
 
@@ -193,7 +199,7 @@ class SidecarClient:
         """
         if source is not self._source:
             self._check(source)
-        if self._closed:
+        if self._closed or not self.owned:
             return False
         self._notice_end()
         flags = 0
@@ -249,12 +255,9 @@ class SidecarClient:
         return self._ring.free_bytes * 2 >= self._ring.capacity
 
     def _write(self, records: list[Record], flags: int) -> bool:
-        if self._closed:
+        if self._closed or not self.owned:
             return False
-        if self._connection is None:
-            self._stats.refused += 1
-            return False
-        written = self._ring.write(_encode((time.time(), records)), flags)
+        written = self._connection is not None and self._offer(records, flags)
         with contextlib.suppress(BlockingIOError):  # 2**64 - 2 wakes not read yet: awake enough
             os.eventfd_write(self._eventfd, 1)
         if written:
@@ -262,6 +265,14 @@ class SidecarClient:
         else:
             self._stats.refused += 1
         return written
+
+    def _offer(self, records: list[Record], flags: int) -> bool:
+        try:
+            body = _encode((time.time(), records))
+        except (TypeError, ValueError, OverflowError):  # no records: the sidecar is to see the hole
+            self._ring.refuse()
+            return False
+        return self._ring.write(body, flags)
 
     # --------------------------------------------------------------------------------- waiting
 
@@ -274,8 +285,8 @@ class SidecarClient:
         deadline = time.monotonic() + timeout_s
         while self._connection is not None and _left(deadline) > 0.001:
             self.pump(source)
-            answer = self._flush_once(self._connection, deadline)
-            if answer is None:
+            connection = self._connection
+            if connection is None or (answer := self._flush_once(connection, deadline)) is None:
                 break
             settled = answer.in_step and not source.retelling
             if settled and self._ring.resyncs == self._answered:
@@ -314,11 +325,12 @@ class SidecarClient:
         if self._closed:
             return
         self._closed = True
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                send(self._connection, Close())
+        if self.owned:
+            self._path.unlink(missing_ok=True)
+            if self._connection is not None:
+                with contextlib.suppress(OSError):
+                    send(self._connection, Close())
         self._disconnect()
-        self._path.unlink(missing_ok=True)
         self._release()
 
     def _release(self) -> None:

@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^:/\[\]]+):(?P<port>\*|[0-9]+)")
+_TEXT_BYTES = 4096
 _IPC_PATH_BYTES = 107  # sockaddr_un, less the final zero
 
 T = TypeVar("T")
@@ -52,6 +53,17 @@ def _check_int(key: str, value: object, low: int, high: int | None = None) -> No
         raise ConfigError(f"{key}: {value} is below {low}")
     if high is not None and not low <= value <= high:
         raise ConfigError(f"{key}: {value} is not in {low}..{high}")
+
+
+def _check_text(key: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}: {value!r} is not a string")
+    try:
+        length = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{key}: {value!r} cannot be encoded: {error.reason}") from None
+    if length > _TEXT_BYTES:
+        raise ConfigError(f"{key}: {length} bytes are above {_TEXT_BYTES}")
 
 
 def _check_seconds(key: str, value: object, low: float, high: float) -> None:
@@ -90,6 +102,7 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
             check_endpoint("replay_endpoint", self.replay_endpoint)
             if is_same(self.endpoint, self.replay_endpoint):
                 raise ConfigError(f"replay_endpoint: {self.endpoint} is the endpoint as well")
+        _check_text("topic", self.topic)
         _check_int("buffer_steps", self.buffer_steps, 1)
         _check_int("buffer_bytes", self.buffer_bytes, 1)
         _check_int("hwm", self.hwm, 1, 2**31 - 1)
@@ -126,6 +139,8 @@ class WorkerInfo(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     def __post_init__(self) -> None:
         _check_int("block_size", self.block_size, 1)
         _check_int("dp_rank", self.dp_rank, 0, 2**31 - 1)
+        _check_text("model", self.model)
+        _check_text("worker_id", self.worker_id)
 
 
 def read_config(kind: type[T], data: Any) -> T:

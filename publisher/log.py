@@ -40,7 +40,7 @@ class RetainedLog:
         *,
         max_batches: int,
         max_bytes: int,
-        snapshot_blocks: int = 1024,
+        snapshot_blocks: int = 256,
     ) -> None:
         self._encode = encode
         self._max_batches, self._max_bytes = max_batches, max_bytes
@@ -48,6 +48,8 @@ class RetainedLog:
         self._frames: deque[_Retained] = deque()
         self._bytes = 0
         self._base = BlockIndex()
+        self._fork: BlockIndex | None = None
+        """A copy of the base state, shared by the snapshots taken of it."""
         self.next_seq = 0
         """The seq of the next frame."""
 
@@ -73,6 +75,7 @@ class RetainedLog:
             gone = self._frames.popleft()
             self._bytes -= len(gone.payload)
             self._base.apply(gone.events)
+            self._fork = None
         return seq
 
     def replay(self, start: int) -> Iterator[Answer]:
@@ -88,23 +91,28 @@ class RetainedLog:
         if start >= oldest:  # it may be any number of 64 bits, more than islice takes
             skipped = min(start, end) - oldest
             return self._kept(start, list(islice(self._frames, skipped, None)))
-        state = self._base.fork()
-        first = self._make_room(state, start)
+        if self._fork is None:
+            self._fork = self._base.fork()
+        state, first = self._make_room(self._fork, start)
         return self._after_snapshot(
             start, first, state, list(islice(self._frames, first - oldest, end - oldest))
         )
 
-    def _make_room(self, state: BlockIndex, start: int) -> int:
-        """Move `state` on until its snapshot fits between `start` and the frames; returns whose turn
-        is next then. It may run out of frames: the batches get larger than usual in that case.
+    def _make_room(self, base: BlockIndex, start: int) -> tuple[BlockIndex, int]:
+        """A state whose snapshot fits between `start` and the frames after it, and the seq of those.
+
+        It is `base`, or a copy of it moved on through the oldest frames. That may run out of frames:
+        the batches get larger than usual in that case.
         """
-        seq = self.oldest_seq
+        state, seq = base, self.oldest_seq
         for frame in self._frames:
             if (seq - start) * self._snapshot_blocks >= len(state):
                 break
+            if state is base:
+                state = base.fork()
             state.apply(frame.events)
             seq += 1
-        return seq
+        return state, seq
 
     def _kept(self, start: int, frames: list[_Retained]) -> Iterator[Answer]:
         for seq, frame in enumerate(frames, start):

@@ -1,8 +1,10 @@
 """Answers replays without ever waiting for a client.
 
-Each client has a cursor, served in turn a few messages at a time; a client whose queue is full is
-tried again later, and dropped when it has taken nothing for `timeout_s`. Every replay that is taken
-to its end ends with END, and so does the answer to a request that cannot be read.
+A few replays run at a time, the others wait their turn as bare requests; those that run are served a
+few messages each, a bounded number of bytes a turn. A client whose queue is full makes room for the
+next, is tried again soon, and is dropped when it has taken nothing for `timeout_s`, or when too many
+are like it. Every replay that is taken to its end ends with END, and so does the answer to a request
+that cannot be read.
 """
 
 from __future__ import annotations
@@ -23,12 +25,17 @@ from kvevents.frames import (
 
 __all__ = ["RETRY_S", "ReplayServer", "ReplayStats"]
 
-RETRY_S = 0.005
+RETRY_S = 0.001
 """How soon a client with a full queue is tried again."""
 
 _REQUESTS_PER_TURN = 64
-_MESSAGES_PER_TURN = 64
+_RUNNING = 4
+_STALLED = 32
+_BYTES_PER_TURN = 128 << 10
 _MESSAGES_PER_CLIENT = 16
+_MESSAGE_BYTES = (
+    512  # what a message costs apart from its payload, in bytes of one that is sent as fast
+)
 
 
 @dataclass(slots=True)
@@ -40,6 +47,13 @@ class ReplayStats:
     answered: int = 0
     batches: int = 0
     dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """A request that could not be read; it gets END alone."""
+
+    delimited: bool
 
 
 @dataclass(slots=True)
@@ -70,6 +84,8 @@ class ReplayServer:
         self.router, self._topic, self._replay = router, topic, replay
         self._timeout_s = timeout_s
         self._retry_at = 0.0
+        self._waiting: dict[bytes, ReplayRequest | _Malformed] = {}
+        """Requests by identity, first come first."""
         self._cursors: deque[_Cursor] = deque()
         self._stalled: dict[bytes, _Cursor] = {}
         self.stats = ReplayStats()
@@ -77,14 +93,14 @@ class ReplayServer:
     @property
     def busy(self) -> bool:
         """Whether there is something to send now."""
-        return bool(self._cursors)
+        return bool(self._cursors or self._waiting)
 
     @property
     def stalled(self) -> bool:
         """Whether a client with a full queue is to be tried again before long."""
         return bool(self._stalled)
 
-    def take_requests(self, now: float) -> None:
+    def take_requests(self) -> None:
         """Read the requests that have come, at most so many a turn."""
         for _ in range(_REQUESTS_PER_TURN):
             try:
@@ -92,25 +108,33 @@ class ReplayServer:
             except zmq.Again:
                 return
             self.stats.requests += 1
+            request: ReplayRequest | _Malformed
             try:
                 request = parse_replay_request(frames)
             except KVEventsError:
                 self.stats.malformed += 1
-                answers = iter([replay_end(delimited=frames[:1] == [b""])])
-            else:
-                answers = self._answers(request)
+                request = _Malformed(delimited=frames[:1] == [b""])
             self._forget(identity)  # a client that asks again wants the new answer only
-            self._cursors.append(_Cursor(identity, answers, now))
+            self._waiting[identity] = request
 
     def serve(self, now: float) -> None:
         """Send a turn's worth of answers, shared by the clients."""
         if self._stalled and now >= self._retry_at:
             self._retry_stalled(now)
-        budget = _MESSAGES_PER_TURN
-        while budget > 0 and self._cursors:
-            cursor = self._cursors.popleft()
-            sent = self._serve_one(cursor, min(budget, _MESSAGES_PER_CLIENT), now)
-            budget -= max(1, sent)
+        budget = _BYTES_PER_TURN
+        while budget > 0 and self._admit(now):
+            budget -= self._serve_one(self._cursors.popleft(), now)
+
+    def _admit(self, now: float) -> bool:
+        """Begin replays whose turn has come; False when there is nothing to send."""
+        while self._waiting and len(self._cursors) < _RUNNING:
+            identity = next(iter(self._waiting))
+            request = self._waiting.pop(identity)
+            answers = (
+                iter([replay_end(delimited=True)]) if request is None else self._answers(request)
+            )
+            self._cursors.append(_Cursor(identity, answers, now))
+        return bool(self._cursors)
 
     def _retry_stalled(self, now: float) -> None:
         """Put the clients with full queues back in line; drop those that have been full too long."""
@@ -122,9 +146,16 @@ class ReplayServer:
             else:
                 self._cursors.append(cursor)
 
-    def _answers(self, request: ReplayRequest) -> Iterator[list[bytes]]:
+    def _stall(self, cursor: _Cursor) -> None:
+        self._stalled[cursor.identity] = cursor
+        if len(self._stalled) > _STALLED:
+            longest = min(self._stalled.values(), key=lambda one: one.progress_at)
+            del self._stalled[longest.identity]
+            self.stats.dropped += 1
+
+    def _answers(self, request: ReplayRequest | _Malformed) -> Iterator[list[bytes]]:
         """Starts at once, so that the answer is of the moment of the request."""
-        replay = self._replay(request.start)
+        replay = self._replay(request.start) if isinstance(request, ReplayRequest) else iter(())
 
         def answers() -> Iterator[list[bytes]]:
             for seq, payload in replay:
@@ -135,28 +166,32 @@ class ReplayServer:
 
         return answers()
 
-    def _serve_one(self, cursor: _Cursor, most: int, now: float) -> int:
-        """Send up to `most` messages; returns how many. Queues the cursor again as fits."""
-        for sent in range(most):
+    def _serve_one(self, cursor: _Cursor, now: float) -> int:
+        """Send some messages; returns how many bytes. Queues the cursor again as fits."""
+        sent = 0
+        for _ in range(_MESSAGES_PER_CLIENT):
             message = cursor.waiting or next(cursor.answers, None)
             if message is None:
-                return sent
+                return sent + 1
             try:
                 self.router.send_multipart([cursor.identity, *message], zmq.NOBLOCK)
             except zmq.Again:
                 cursor.waiting = message
-                self._stalled[cursor.identity] = cursor
-                return sent
+                self._stall(cursor)
+                return sent + 1
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 self.stats.dropped += 1  # the client is gone
-                return sent
+                return sent + 1
             cursor.waiting = None
             cursor.progress_at = now
+            sent += len(message[-1]) + _MESSAGE_BYTES
+            if sent > _BYTES_PER_TURN:
+                break
         self._cursors.append(cursor)
-        return most
+        return sent
 
     def _forget(self, identity: bytes) -> None:
-        self._stalled.pop(identity, None)
-        self._cursors = deque(one for one in self._cursors if one.identity != identity)
+        if not (self._waiting.pop(identity, None) or self._stalled.pop(identity, None)):
+            self._cursors = deque(one for one in self._cursors if one.identity != identity)

@@ -99,14 +99,19 @@ class RingWriter(_Ring):
         """How often the reader has asked for a resync."""
         return int(self._words[_W_RESYNCS])
 
+    def refuse(self) -> None:
+        """Count a message that cannot be written, so that the reader misses it."""
+        self._offered += 1
+        self._words[_W_OFFERED] = self._offered
+
     def write(self, body: bytes, flags: int = 0) -> bool:
         """Offer a message; False when there is no room for it. O(len(body)), no waiting."""
         number, length = self._offered, len(body)
-        self._offered = number + 1
         needed = _prefix.size + (length + 7 & ~7)
         if needed > self.free_bytes:
-            self._words[_W_OFFERED] = self._offered
+            self.refuse()
             return False
+        self._offered = number + 1
         self._copy(self._head, _prefix.pack(length, flags, number))
         self._copy(self._head + _prefix.size, body)
         self._head += needed

@@ -24,7 +24,8 @@ from publisher.source import LinkSource
 
 __all__ = ["serve"]
 
-_MESSAGES_PER_TURN = 128
+_MESSAGES_PER_TAKE = 4
+_TURN_S = 0.002  # for the ring, before clients have their turn
 _CONNECT_S = 10.0
 _LOG_INTERVAL_S = 1.0
 _CLOSE_LINGER_S = 0.2  # what was published last has had the linger to leave
@@ -74,6 +75,9 @@ class _Loop:
         self._poller = zmq.Poller()
         self._poller.register(source.wake_fd, zmq.POLLIN)
         self._poller.register(source.connection, zmq.POLLIN)
+        if source.worker_fd is not None:
+            self._poller.register(source.worker_fd, zmq.POLLIN)
+        self._worker_ended = False
         for sink in sinks:
             self._poller.register(sink.pub, zmq.POLLIN)
             if sink.router is not None:
@@ -86,7 +90,7 @@ class _Loop:
         gc.freeze()  # what start-up made is never garbage; it need not be looked at again
         while not self._stopping:
             self._turn(time.monotonic())
-            if not self._source.take_control():
+            if self._worker_ended or not self._source.take_control():
                 break
             self._source.answer_flushes(tuple(sink.next_seq for sink in self._sinks))
         if not self._stopping:
@@ -115,6 +119,7 @@ class _Loop:
         elif any(server.stalled for server in self._replays):
             wake_at = min(wake_at, now + RETRY_S)
         ready = dict(self._poller.poll(math.ceil(max(0.0, wake_at - now) * 1000)))
+        self._worker_ended = self._source.worker_fd in ready
         now = time.monotonic()
         if self._source.wake_fd in ready or self._more:
             self._source.quiet_wake()
@@ -124,11 +129,20 @@ class _Loop:
                 sink.take_subscriptions()
         for server in self._replays:
             if server.router in ready:
-                server.take_requests(now)
+                server.take_requests()
             server.serve(now)
 
     def _publish(self, now: float) -> None:
-        told, self._more = self._source.take(_MESSAGES_PER_TURN)
+        """Take from the ring for a while, at least once."""
+        until = time.monotonic() + _TURN_S
+        self._more = True
+        while self._more:
+            self._take(now)
+            if time.monotonic() >= until:
+                break
+
+    def _take(self, now: float) -> None:
+        told, self._more = self._source.take(_MESSAGES_PER_TAKE)
         if self._source.stats.resyncs != self._resyncs_logged and now >= self._log_at:
             self._resyncs_logged, self._log_at = self._source.stats.resyncs, now + _LOG_INTERVAL_S
             _log.warning("asked the worker to tell its state anew: %s", self._source.last_loss)
@@ -147,6 +161,8 @@ class _Loop:
         for sink in self._sinks:
             sink.publish(time.time(), [AllBlocksCleared()], now)
         self._poller.unregister(self._source.connection)
+        if self._source.worker_fd is not None:
+            self._poller.unregister(self._source.worker_fd)
         until = now + self._config.linger_s
         while not self._stopping and (now := time.monotonic()) < until:
             self._turn(now, until)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import zmq
 
 from kvevents.codec import encode_batch
-from kvevents.events import Event, KVEventBatch
+from kvevents.events import AllBlocksCleared, Event, KVEventBatch
 from kvevents.frames import live_frames
 from publisher.config import SinkConfig
 from publisher.link import Bound
@@ -28,6 +28,10 @@ _MAX_INCOMING_BYTES = 4096
 _SUBSCRIPTIONS_PER_TURN = 256
 
 Clock: TypeAlias = Callable[[], float]
+
+
+_REPLAY_HWM = 64
+"""Answers queued for one replay client. Few: a client that does not read is noticed by a full queue."""
 
 
 class SinkError(Exception):
@@ -67,6 +71,7 @@ class Sink:
             if config.replay_endpoint is not None:
                 self.router = context.socket(zmq.ROUTER)
                 self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self.router.setsockopt(zmq.SNDHWM, _REPLAY_HWM)
                 self.router.setsockopt(zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES)
                 replay_endpoint = _bind(self.router, "replay_endpoint", config.replay_endpoint)
         except BaseException:
@@ -87,6 +92,8 @@ class Sink:
 
     def publish(self, ts: float, events: list[Event], now: float) -> None:
         """Send a batch and keep it. Never waits: a subscriber whose queue is full misses it."""
+        if self._log.next_seq == 0 and not isinstance(next(iter(events), None), AllBlocksCleared):
+            events = [AllBlocksCleared(), *events]  # whoever knew of an earlier run forgets it
         payload = encode_batch(KVEventBatch(ts, events, self._dp_rank))
         seq = self._log.append(payload, events)
         self.pub.send_multipart(live_frames(self._topic, seq, payload), zmq.NOBLOCK)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,7 @@ class SourceStats:
     resyncs: int = 0
 
 
+_ucred = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
 _decode = msgspec.msgpack.Decoder(tuple[float, list[Record]]).decode
 
 
@@ -77,6 +79,10 @@ class LinkSource:
         try:
             self.worker = self._handshake(path)
             self._ring = RingReader(self._fds[0])
+            self.worker_fd = self._watch_worker()
+            """Readable once the worker's process has ended, though a child of its may hold the link;
+            None where that cannot be seen.
+            """
         except (OSError, KVEventsError) as error:
             self.close()
             raise SourceError(f"link {path}: {error}") from error
@@ -89,7 +95,6 @@ class LinkSource:
         """Why a resync was last asked for."""
         self._expected = 0
         self._in_step = True
-        self._read_at_all = False
 
     def _new_materializer(self) -> Materializer:
         return Materializer(self.worker.block_size, self.worker.hash_format)
@@ -101,6 +106,14 @@ class LinkSource:
         if not isinstance(message, Welcome) or message.version != VERSION or len(self._fds) != 2:
             raise KVEventsError(f"the worker said {message}, not Welcome of version {VERSION}")
         return message.worker
+
+    def _watch_worker(self) -> int | None:
+        credentials = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size)
+        pid = _ucred.unpack(credentials)[0]
+        if pid <= 0:  # in another pid namespace
+            return None
+        self._fds.append(os.pidfd_open(pid))
+        return self._fds[-1]
 
     def ready(self, sinks: tuple[Bound, ...]) -> None:
         """Tell the worker that the sinks are bound."""

@@ -43,9 +43,13 @@ class Sidecar:
     def close(self, timeout_s: float = 5.0) -> int:
         """Leave and wait for the child to end, at most `timeout_s`; then end it. Its exit code.
 
+        In a process forked since, it only lets go of its copies of the descriptors.
+
         Safe to call twice.
         """
         self.client.close()
+        if not self.client.owned:  # a forked child's copy; the sidecar is its parent's
+            return 0
         for wait_s, insist in ((timeout_s, self._process.terminate), (_TERM_S, self._process.kill)):
             try:
                 self._process.wait(wait_s)

@@ -25,6 +25,7 @@ from publisher.config import ConfigError
 __all__ = ["Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"]
 
 _MESSAGES_PER_POLL = 1000
+_LONGEST_REJOIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,9 @@ class Subscriber:
     """Subscribes to a sink of ours or to an engine's publisher.
 
     Without a `replay_endpoint` it starts with the next live batch, and a gap is a loss. `topic` is a
-    prefix. A replay of which nothing comes for `replay_timeout_s` is asked for again, then given up.
+    prefix. A replay of which nothing comes for `replay_timeout_s` is asked for again, then given up:
+    what was missing is `Lost`, and the view stale, until it has joined anew, which it goes on trying.
+    It also joins anew whenever the connection was made again: behind it may be another run.
     Raises ConfigError for an endpoint that cannot be connected to.
     """
 
@@ -82,10 +85,15 @@ class Subscriber:
         self._tracker = GapTracker(can_replay=replay_endpoint is not None)
         self._dealer: zmq.Socket[bytes] | None = None
         self._replay_deadline = float("inf")
+        self._rejoin_at = float("inf")
+        self._rejoin_after_s = replay_timeout_s
+        self._connections = 0
         self._ready: deque[Received] = deque()
         self.stats = SubscriberStats()
         self._sub = self._context.socket(zmq.SUB)
+        self._monitor = self._sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._poller = zmq.Poller()
+        self._poller.register(self._monitor, zmq.POLLIN)
         try:
             self._sub.setsockopt(zmq.RCVHWM, 0)
             self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
@@ -117,9 +125,14 @@ class Subscriber:
             if self._dealer is not None and now >= self._replay_deadline:
                 self._act(self._tracker.failed())
                 continue
-            until = min(deadline, self._replay_deadline if self._dealer else float("inf"))
+            if now >= self._rejoin_at:
+                self._act(self._tracker.rejoin())
+                continue
+            until = min(deadline, self._replay_deadline if self._dealer else self._rejoin_at)
             wait = None if until == float("inf") else math.ceil(max(0.0, until - now) * 1000)
             ready = dict(self._poller.poll(wait))
+            if self._monitor in ready:
+                self._notice_connection()
             if self._dealer is not None and self._dealer in ready:
                 self._read_replay(self._dealer)
             if self._sub in ready:
@@ -132,6 +145,9 @@ class Subscriber:
     def close(self) -> None:
         """Safe to call twice."""
         self._close_dealer()
+        if not self._sub.closed:
+            self._sub.disable_monitor()
+        self._monitor.close(linger=0)
         self._sub.close(linger=0)
         self._context.term()
 
@@ -147,6 +163,13 @@ class Subscriber:
         self.close()
 
     # --------------------------------------------------------------------------------- inside
+
+    def _notice_connection(self) -> None:
+        """A connection after the first may be to another run of the publisher."""
+        self._monitor.recv_multipart()
+        self._connections += 1
+        if self._connections > 1:
+            self._act(self._tracker.rejoin())
 
     def _read_live(self) -> None:
         for _ in range(_MESSAGES_PER_POLL):
@@ -198,6 +221,13 @@ class Subscriber:
                     self._ready.append(action)
         if not self._tracker.recovering:
             self._close_dealer()
+        if not self._tracker.diverged:
+            self._rejoin_at = float("inf")
+            if not self._tracker.recovering:
+                self._rejoin_after_s = self._replay_timeout_s
+        elif self._rejoin_at == float("inf"):
+            self._rejoin_at = time.monotonic() + self._rejoin_after_s
+            self._rejoin_after_s = min(_LONGEST_REJOIN_S, self._rejoin_after_s * 2)
 
     def _deliver(self, deliver: Deliver) -> None:
         self.stats.replayed += deliver.replayed

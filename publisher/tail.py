@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -13,10 +14,17 @@ from kvevents.hashing import canonical_hash
 from publisher.config import ConfigError, check_endpoint
 from publisher.subscriber import Batch, Received, Subscriber, Undecodable
 
-__all__ = ["json_lines", "tail", "text_lines"]
+__all__ = ["Earlier", "json_lines", "tail", "text_lines"]
 
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 """Controls and line ends that JSON leaves as they are; outside its strings there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """`count` batches of the stream came before the first one seen. Nobody was asked for them."""
+
+    count: int
 
 
 def tail(
@@ -46,7 +54,7 @@ def tail(
         while received := subscriber.receive(timeout_s):
             seen = True
             for one in received:
-                for line in lines_of(one):
+                for line in lines_of(_as_joined(one) if replay_endpoint is None else one):
                     write(line)
                     written += 1
                     if written == count:
@@ -54,7 +62,15 @@ def tail(
     return seen
 
 
-def text_lines(received: Received) -> Iterator[str]:
+def _as_joined(received: Received) -> Received | Earlier:
+    """Without a replay endpoint, all from 0 up to the first batch is missing and nothing is lost."""
+    match received:
+        case Lost(first=0, count=count):
+            return Earlier(count)
+    return received
+
+
+def text_lines(received: Received | Earlier) -> Iterator[str]:
     """One line for each event, or for what went wrong; only characters that can be printed."""
     for line in _text_lines(received):
         if line.isprintable():
@@ -63,7 +79,7 @@ def text_lines(received: Received) -> Iterator[str]:
             yield "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
-def _text_lines(received: Received) -> Iterator[str]:
+def _text_lines(received: Received | Earlier) -> Iterator[str]:
     match received:
         case Batch():
             stamp = _clock(received.batch.ts)
@@ -80,9 +96,12 @@ def _text_lines(received: Received) -> Iterator[str]:
             yield f"{'':12} {received.first:>8} LOST {received.count} that nobody has any more"
         case Restarted():
             yield f"{'':12} {received.seq:>8} RESTART of the publisher"
+        case Earlier():
+            came = _number(received.count, "batch came", "batches came")
+            yield f"{'':12} {0:>8} {came} before; --replay-endpoint asks for their state"
 
 
-def json_lines(received: Received) -> Iterator[str]:
+def json_lines(received: Received | Earlier) -> Iterator[str]:
     """The same as JSON objects. 64-bit hashes are strings: JSON numbers lose their low bits."""
     match received:
         case Batch():
@@ -107,6 +126,8 @@ def json_lines(received: Received) -> Iterator[str]:
             yield _json({"seq": received.first, "type": kind, "count": received.count})
         case Restarted():
             yield _json({"seq": received.seq, "type": "Restarted"})
+        case Earlier():
+            yield _json({"seq": 0, "type": "Earlier", "count": received.count})
 
 
 def _text(event: Event) -> str:
@@ -120,16 +141,26 @@ def _text(event: Event) -> str:
                 if (value := getattr(event, name)) is not None
             )
             return (
-                f"stored  {event.medium or '-':<10} {len(event.block_hashes):>5} blocks"
-                f"  {short} ← {after:<12} {len(event.token_ids):>6} tokens{extras}"
+                f"stored  {event.medium or '-':<10} {_blocks(event.block_hashes)}"
+                f"  {short} ← {after:<12} {_number(len(event.token_ids), 'token', 'tokens', 6)}"
+                f"{extras}"
             )
         case BlockRemoved():
             return (
-                f"removed {event.medium or '-':<10} {len(event.block_hashes):>5} blocks"
+                f"removed {event.medium or '-':<10} {_blocks(event.block_hashes)}"
                 f"  {_short(event.block_hashes[:1])}"
             )
         case AllBlocksCleared():
             return "cleared"
+
+
+def _blocks(hashes: list[int | bytes]) -> str:
+    """How many; of one width, so that what follows stays in its column."""
+    return f"{_number(len(hashes), 'block', 'blocks', 5):<12}"
+
+
+def _number(count: int, one: str, many: str, width: int = 0) -> str:
+    return f"{count:>{width}} {one if count == 1 else many}"
 
 
 def _short(hashes: list[int | bytes]) -> str:

@@ -100,7 +100,9 @@ class Pipeline(RuleBasedStateMachine):
         self._stack = contextlib.ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         worker = WorkerInfo(block_size=PAGE_SIZE)
-        self.client = SidecarClient(folder / "link", worker, ring_bytes=RING_BYTES)
+        self.client = SidecarClient(
+            folder / "link", worker, ring_bytes=RING_BYTES, retell_interval_s=0
+        )
         self._stack.callback(self.client.close)
         self._connect(folder / "link")
         self.cache = HiRadixCache(PagePool(NUM_PAGES, PAGE_SIZE, KVShape(1, 1, 1)))

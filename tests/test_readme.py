@@ -2,42 +2,84 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from threading import Timer
 
 import pytest
 
-from kvevents import Overlap, StorageMedium
-from publisher import SidecarConfig, SinkConfig
-
 README = Path(__file__).parent.parent / "README.md"
-ANY_PORT = "tcp://127.0.0.1:0"
+PATIENCE_S = 40.0
+PORTS = ("5557", "5558")
+SEEN = "leading blocks of the prompt held: {'GPU': 3, 'CPU_PINNED': 0, 'DISK': 0, 'EXTERNAL': 0}"
 
 
 def python_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
+def free_ports(count: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [str(server.getsockname()[1]) for server in servers]
+
+
+def start(file: Path) -> subprocess.Popen[str]:
+    """As from a terminal, in a folder of its own; only our packages are on its path."""
+    return subprocess.Popen(
+        [sys.executable, "-u", str(file)],
+        cwd=file.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(README.parent)},
+    )
+
+
+def stop(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Ctrl-C; the exit code, and what it left on stderr."""
+    process.send_signal(signal.SIGINT)
+    return process.wait(PATIENCE_S), process.communicate()[1]
+
+
 @pytest.mark.integration
-def test_the_worker_and_the_router_of_the_readme_agree() -> None:
-    """The two code blocks run as they stand but for the ports, and the router sees the prompt."""
-    worker, router = python_blocks()
-    seen: list[Overlap] = []
-
-    def run_router(bound: Any, tokens: list[int]) -> None:
-        code = router.replace("tcp://127.0.0.1:5557", bound.endpoint)
-        code = code.replace("tcp://127.0.0.1:5558", bound.replay_endpoint)
-        exec(compile(code, "README router", "exec"), {"tokens": tokens, "print": seen.append})
-
-    spawned = "spawn(WorkerInfo(block_size=16))"
-    assert spawned in worker
-    worker = worker.replace(spawned, "spawn(WorkerInfo(block_size=16), config)")
-    worker += "    run_router(sidecar.client.sinks[0], tokens)\n"
-    sink = SinkConfig(endpoint=ANY_PORT, replay_endpoint=ANY_PORT)
-    names = {"config": SidecarConfig(sinks=(sink,)), "run_router": run_router}
-    exec(compile(worker, "README worker", "exec"), names)
-    assert [one.blocks[StorageMedium.GPU] for one in seen] == [50 // 16]
+def test_the_worker_and_the_router_of_the_readme_agree(tmp_path: Path) -> None:
+    """The two code blocks are programs: in two processes, changed in nothing but their ports, the router
+    prints that the prompt's three blocks are held, and Ctrl-C ends both quietly.
+    """
+    files = tmp_path / "worker.py", tmp_path / "router.py"
+    for file, code in zip(files, python_blocks(), strict=True):
+        assert all(code.count(port) == 1 for port in PORTS)
+        file.write_text(code)
+    for port, free in zip(PORTS, free_ports(len(PORTS)), strict=True):
+        for file in files:
+            file.write_text(file.read_text().replace(port, free))
+    with start(files[0]) as worker, start(files[1]) as router:
+        watch = Timer(PATIENCE_S, router.kill)
+        watch.start()
+        try:
+            assert router.stdout is not None
+            said = []
+            for line in router.stdout:
+                said.append(line.rstrip("\n"))
+                if said[-1] == SEEN:
+                    break
+            assert said[-1:] == [SEEN]
+            assert worker.poll() is None
+            assert [stop(router), stop(worker)] == [(0, ""), (0, "")]
+        finally:
+            watch.cancel()
+            worker.kill()
+            router.kill()
 
 
 def test_every_command_and_file_that_the_readme_names_is_there() -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import socket
 from pathlib import Path
 
 import msgspec
 
 from publisher.config import ConfigError, check_endpoint, is_same
 
-__all__ = ["BUNDLED_TRACE", "KV_BYTES_PER_TOKEN", "DemoOptions", "add_options", "read_options"]
+__all__ = [
+    "ANY_PORT",
+    "BUNDLED_TRACE",
+    "KV_BYTES_PER_TOKEN",
+    "DemoOptions",
+    "add_options",
+    "read_options",
+]
 
 BUNDLED_TRACE = Path(__file__).parent / "data" / "conversation_trace.jsonl.gz"
 KV_BYTES_PER_TOKEN = 64
@@ -19,6 +25,16 @@ KV_BYTES_PER_TOKEN = 64
 _MAX_PAGE_SIZE = 8192
 _MAX_POOL_BYTES = 8 << 30
 _HOST, _PORT, _REPLAY_PORT = "127.0.0.1", 5557, 5558
+ANY_PORT = f"tcp://{_HOST}:0"
+
+_TRACE_FORMAT = """\
+A trace is JSON objects, one a line, plain or compressed with gzip:
+  input_length   tokens of the prompt
+  output_length  tokens of the reply
+  hash_ids       one integer for each 512 tokens of the prompt, begun ones included;
+                 prompts share a prefix as far as their hash_ids are equal
+Other keys are ignored. A line has at most 16 MiB.
+"""
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
@@ -30,6 +46,8 @@ class DemoOptions(msgspec.Struct, frozen=True):
     page_size: int
     endpoint: str
     replay_endpoint: str
+    movable: tuple[str, ...]
+    """Those of the two that nobody asked for: a free port does as well when they are taken."""
     as_json: bool
 
     @property
@@ -39,14 +57,31 @@ class DemoOptions(msgspec.Struct, frozen=True):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _TRACE_FORMAT
     parser.add_argument(
-        "--trace", default=str(BUNDLED_TRACE), metavar="FILE", help="requests, plain or .gz"
+        "--trace",
+        default=str(BUNDLED_TRACE),
+        metavar="FILE",
+        help="requests, plain or gzip (see below); default: the bundled conversations",
     )
-    parser.add_argument("--requests", type=int, default=2000, metavar="N")
-    parser.add_argument("--device-pages", type=int, default=16_384, metavar="N")
-    parser.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens per page")
     parser.add_argument(
-        "--endpoint", help=f"default tcp://{_HOST}:{_PORT}, or a free port when that is taken"
+        "--requests", type=int, default=2000, metavar="N", help="at most; default %(default)s"
+    )
+    parser.add_argument(
+        "--device-pages", type=int, default=16_384, metavar="N", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens per page; scales the prompts, since a block of the trace (512 tokens) becomes"
+        " one page; default %(default)s",
+    )
+    parser.add_argument(
+        "--endpoint",
+        help=f"default tcp://{_HOST}:{_PORT}, or a free port when that is taken",
     )
     parser.add_argument(
         "--replay-endpoint",
@@ -86,18 +121,12 @@ def read_options(options: argparse.Namespace) -> DemoOptions:
         endpoint=options.endpoint or _default_endpoint(_PORT, options.replay_endpoint),
         replay_endpoint=options.replay_endpoint
         or _default_endpoint(_REPLAY_PORT, options.endpoint),
+        movable=tuple(key for key in ("endpoint", "replay_endpoint") if not getattr(options, key)),
         as_json=options.json,
     )
 
 
 def _default_endpoint(port: int, other: str | None) -> str:
-    """`port` when it is free and not the other socket's, else 0: the system picks one."""
-    if other is not None and other.endswith(f":{port}"):
-        return f"tcp://{_HOST}:0"
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_HOST, port))
-        except OSError:
-            return f"tcp://{_HOST}:0"
-    return f"tcp://{_HOST}:{port}"
+    """`port`, or any free one when the other socket was given that."""
+    taken = other is not None and other.endswith(f":{port}")
+    return ANY_PORT if taken else f"tcp://{_HOST}:{port}"

@@ -129,6 +129,7 @@ class _Demo:
         """What the worker and the router say at the end; None for a router that ended before."""
         self._worker.tell(self._options)
         endpoints = self._await_endpoints()
+        self._progress.say(f"publishes on {endpoints[0]}, replays on {endpoints[1]}")
         self._start_tail(*endpoints)
         ended: Line | None = None
         view: Line | None = None

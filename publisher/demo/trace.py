@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from collections.abc import Iterator
 from functools import lru_cache
+from gzip import GzipFile
 from hashlib import shake_128
+from io import BufferedReader
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,8 @@ TRACE_BLOCK = 512
 _VOCABULARY_BITS = 17  # ids as large as a real tokenizer's, so that they take as many bytes
 _MAX_ID = 2**63 - 1
 _MAX_LENGTH = 1 << 22  # at the largest page size, 256 MB of tokens
+_MAX_LINE_BYTES = 16 << 20
+_GZIP_MAGIC = b"\x1f\x8b"
 
 
 class TraceError(ValueError):
@@ -37,15 +40,18 @@ _decode = msgspec.json.Decoder(Request).decode
 
 
 def read_trace(path: Path, count: int) -> list[Request]:
-    """The first `count` requests, fewer when the file has fewer. Raises TraceError."""
+    """The first `count` requests, fewer when the file has fewer; plain or gzip. Raises TraceError."""
     requests: list[Request] = []
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with path.open("rb") as file:
+            for number, line in enumerate(_lines(file), 1):
+                where = f"--trace: {path}:{number}"
+                if len(line) > _MAX_LINE_BYTES:
+                    raise TraceError(f"{where}: longer than {_MAX_LINE_BYTES} bytes")
+                if line.strip():
+                    requests.append(_read_line(line, where))
                 if len(requests) == count:
                     break
-                if line.strip():
-                    requests.append(_read_line(line, f"--trace: {path}:{number}"))
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"--trace: {path}: {getattr(error, 'strerror', None) or error}") from None
     if not requests:
@@ -53,11 +59,21 @@ def read_trace(path: Path, count: int) -> list[Request]:
     return requests
 
 
+def _lines(file: BufferedReader) -> Iterator[bytes]:
+    """Lines, each cut one byte after the most it may have."""
+    packed = file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
+    lines = GzipFile(fileobj=file) if packed else file
+    while line := lines.readline(_MAX_LINE_BYTES + 1):
+        yield line
+
+
 def _read_line(line: bytes, where: str) -> Request:
     try:
         request = _decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TraceError(f"{where}: {error}") from None
+    except RecursionError:
+        raise TraceError(f"{where}: nested too deeply") from None
     for name, value, high in (
         ("input_length", request.input_length, _MAX_LENGTH),
         ("output_length", request.output_length, _MAX_LENGTH),

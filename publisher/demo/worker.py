@@ -11,9 +11,9 @@ import msgspec
 import torch
 
 from hicache import HiRadixCache, KVShape, PageIndices, PagePool
-from publisher import LinkError, SidecarConfig, SinkConfig, WorkerInfo, spawn
+from publisher import LinkError, Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.demo.child import ParentPipe, say
-from publisher.demo.options import DemoOptions
+from publisher.demo.options import ANY_PORT, DemoOptions
 from publisher.demo.trace import pages_of, prompt, read_trace, reply
 
 __all__ = ["main"]
@@ -70,14 +70,8 @@ def main() -> int:
     parent = ParentPipe()
     options = msgspec.convert(parent.wait(), DemoOptions)
     requests = read_trace(Path(options.trace), options.requests)
-    sink = SinkConfig(
-        endpoint=options.endpoint,
-        replay_endpoint=options.replay_endpoint,
-        buffer_steps=options.buffer_steps,
-        heartbeat_s=0.5,
-    )
     try:
-        sidecar = spawn(WorkerInfo(block_size=options.page_size), SidecarConfig(sinks=(sink,)))
+        sidecar = start_sidecar(options)
     except LinkError as error:
         say(failed=_as_option(str(error)))
         return 2
@@ -112,6 +106,8 @@ def main() -> int:
         say(
             summary={
                 "requests": len(requests),
+                "endpoint": bound.endpoint,
+                "replay_endpoint": bound.replay_endpoint,
                 "too_large": worker.too_large,
                 "seconds": seconds,
                 "hit_rate": worker.hit_pages / max(1, worker.prompt_pages),
@@ -137,6 +133,28 @@ def main() -> int:
         )
         parent.wait()
     return 0
+
+
+def start_sidecar(options: DemoOptions) -> Sidecar:
+    """With its sockets where the options say; one that may move and cannot be bound gets a free port.
+
+    Raises LinkError.
+    """
+    sink = SinkConfig(
+        endpoint=options.endpoint,
+        replay_endpoint=options.replay_endpoint,
+        buffer_steps=options.buffer_steps,
+        heartbeat_s=0.5,
+    )
+    try:
+        return spawn(WorkerInfo(block_size=options.page_size), SidecarConfig(sinks=(sink,)))
+    except LinkError as error:
+        key = str(error).partition(":")[0]
+        if key not in options.movable:
+            raise
+        movable = tuple(other for other in options.movable if other != key)
+        moved = {key: ANY_PORT, "movable": movable}
+    return start_sidecar(msgspec.structs.replace(options, **moved))
 
 
 def _as_option(reason: str) -> str:

@@ -99,10 +99,14 @@ def insert(cache: HiRadixCache, tokens: Sequence[int], namespace: Namespace = BA
 class Link:
     """Both ends of a link in this process, past the handshake; one thread may use both by turns."""
 
-    def __init__(self, block_size: int = 4, ring_bytes: int = 1 << 16) -> None:
+    def __init__(
+        self, block_size: int = 4, ring_bytes: int = 1 << 16, retell_interval_s: float = 0
+    ) -> None:
         with short_folder() as folder:
             worker = WorkerInfo(block_size=block_size, dp_rank=3, worker_id="w")
-            self.client = SidecarClient(folder / "link", worker, ring_bytes=ring_bytes)
+            self.client = SidecarClient(
+                folder / "link", worker, ring_bytes=ring_bytes, retell_interval_s=retell_interval_s
+            )
             sources: list[LinkSource] = []
 
             def connect() -> None:

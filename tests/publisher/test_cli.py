@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import importlib.metadata
+import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,10 @@ from publisher_rig import (
     start_kvevents,
 )
 
+import publisher
 from publisher import Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
+from publisher.demo.trace import read_trace
 
 GOOD = '{"input_length": 600, "output_length": 10, "hash_ids": [1, 2]}\n'
 
@@ -59,9 +63,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
         ),
         (("tail", "tcp://h:1", "--count", "0"), ["--count: 0", "below 1"]),
         (("tail", "tcp://h:1", "-n", "few"), ["--count", "'few'"]),
-        (("tail", "tcp://h:1", "--timeout", "0"), ["--timeout: 0", "0..86400"]),
-        (("tail", "tcp://h:1", "--timeout", "nan"), ["--timeout: nan", "0..86400"]),
-        (("tail", "tcp://h:1", "--timeout", "86401"), ["--timeout: 86401", "0..86400"]),
+        (
+            ("tail", "tcp://h:1", "--timeout", "0"),
+            ["--timeout: 0.0 is not above 0 and at most 86400"],
+        ),
+        (("tail", "tcp://h:1", "--timeout", "nan"), ["--timeout: nan is not above 0"]),
+        (("tail", "tcp://h:1", "--timeout", "86401"), ["--timeout: 86401.0", "at most 86400"]),
         (("tail", "tcp://h:1", "-o", "xml"), ["--output", "'xml'"]),
         (("serve",), ["--link"]),
         (("serve", "--link", "x", "--config", "/nonexistent"), ["--config", "/nonexistent"]),
@@ -103,12 +110,15 @@ def test_what_cannot_be_is_one_line(
         (b'{"linger_s": 99}', "linger_s: 99.0 is not in 0..60"),
         (b'{"sinks": [{"port": 1}]}', "`port`"),
         (b'{"sinks": []}', "at least one"),
+        (b'{"sinks": ' + b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_bad_config_file_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: bytes, said: str
 ) -> None:
-    """Not JSON, not UTF-8, out of bounds, of unknown keys: refused before the link is looked at."""
+    """Not JSON, not UTF-8, out of bounds, of unknown keys, nested without end: refused before the link
+    is looked at.
+    """
     file = tmp_path / "config.json"
     file.write_bytes(text)
     assert said in refused(capsys, "serve", "--link", "/nonexistent", "--config", str(file))
@@ -141,6 +151,10 @@ BROKEN_LINES = [
         "output_length: 9223372036854775807 is not in 0..",
     ),
     (
+        '{"input_length": 1, "output_length": 1, "hash_ids": [1], "x": ' + "[" * 100_000,
+        "nested too deeply",
+    ),
+    (
         '{"input_length": 513, "output_length": 1, "hash_ids": [1]}',
         "hash_ids: 1 ids, but input_length 513 needs 2",
     ),
@@ -150,26 +164,30 @@ BROKEN_LINES = [
 
 @pytest.mark.parametrize(("line", "said"), BROKEN_LINES, ids=range(len(BROKEN_LINES)))
 @pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_a_broken_trace_line_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, said: str, suffix: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    line: str,
+    said: str,
+    suffix: str,
+    compress: Callable[[bytes], bytes],
 ) -> None:
-    """FILE:LINE and the field, whether the file is compressed or not."""
+    """FILE:LINE and the field, whether the file is compressed or not, whatever its name says of that."""
     file = tmp_path / f"trace.jsonl{suffix}"
-    data = (GOOD + "\n" + line + "\n" + GOOD).encode()
-    file.write_bytes(gzip.compress(data) if suffix else data)
+    file.write_bytes(compress((GOOD + "\n" + line + "\n" + GOOD).encode()))
     err = refused(capsys, "demo", "--trace", str(file))
     assert f"--trace: {file}:3: " in err
     assert said in err
 
 
 def test_a_trace_that_is_none_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Empty, not gzip although it says so, cut short, or damaged."""
+    """Empty, or of a gzip that is cut short or damaged."""
     good = gzip.compress(GOOD.encode() * 1000, mtime=0)
     damaged = bytearray(good)
     damaged[20] ^= 0xFF
     for name, data, said in (
         ("empty.jsonl", b"\n\n", "no requests"),
-        ("no.gz", GOOD.encode(), "gzip"),
         ("cut.gz", good[:-20], "end-of-stream"),
         ("damaged.gz", bytes(damaged), ""),
     ):
@@ -178,6 +196,48 @@ def test_a_trace_that_is_none_is_named(capsys: pytest.CaptureFixture[str], tmp_p
         err = refused(capsys, "demo", "--trace", str(file))
         assert f"--trace: {file}: " in err or f"--trace: {file}:" in err
         assert said in err
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_a_trace_line_has_at_most_16_mib(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    """A line of just so much is read; one byte more is refused by number, compressed or not."""
+    most = 16 << 20
+    long = GOOD.rstrip("\n").ljust(most - 1) + "\n"
+    file = tmp_path / "trace"
+    file.write_bytes(compress((GOOD + long).encode()))
+    assert len(read_trace(file, 10)) == 2
+    file.write_bytes(compress((GOOD + long[:-1] + " \n").encode()))
+    assert f"--trace: {file}:2: longer than {most} bytes" in refused(
+        capsys, "demo", "--trace", str(file)
+    )
+
+
+def test_a_trace_without_end_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--trace /dev/zero`: one line."""
+    err = refused(capsys, "demo", "--trace", "/dev/zero")
+    assert err == "kvevents demo: --trace: /dev/zero:1: longer than 16777216 bytes\n"
+
+
+def test_help_describes_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its keys, how many tokens a hash id stands for, and what a page size makes of that."""
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for part in (
+        *("input_length", "output_length", "hash_ids one integer for each 512 tokens"),
+        *("scales the prompts", "16 MiB"),
+    ):
+        assert part in said
+
+
+def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvevents --version`: one line, exit code 0."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert not exit_.value.code
+    assert capsys.readouterr().out == f"kvevents {importlib.metadata.version('kvevents')}\n"
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,11 +271,11 @@ class Stream:
 
 @pytest.fixture
 def stream() -> Iterator[Stream]:
-    """One that has told eight events."""
+    """One that has told eight events, the first of them a clear."""
     sink = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, heartbeat_s=0.05)
     with spawn(WorkerInfo(block_size=4), SidecarConfig(sinks=(sink,), linger_s=0.0)) as sidecar:
         stream = Stream(sidecar)
-        stream.tell(8)
+        stream.tell(7)
         yield stream
 
 
@@ -230,9 +290,87 @@ def test_the_module_exits_like_main() -> None:
 
 @pytest.mark.integration
 def test_tail_without_a_publisher_has_a_code_of_its_own() -> None:
-    """Exit code 3 when nothing came in time; silently."""
+    """Exit code 3 when nothing came in time, and one line that says where and how long."""
     done = kvevents("tail", "tcp://127.0.0.1:1", "--timeout", "0.1")
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    said = "kvevents tail: nothing came from tcp://127.0.0.1:1 in 0.1 s\n"
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", said)
+
+
+def site_with(folder: Path, *modules: str) -> str:
+    """A folder with nothing in it but our packages, msgspec, and some more."""
+    for module in ("kvevents", "hicache", "publisher", "msgspec", *modules):
+        found = importlib.util.find_spec(module)
+        assert found is not None and found.origin is not None
+        (folder / module).symlink_to(Path(found.origin).parent)
+    return str(folder)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("installed", "arguments", "said"),
+    [
+        ((), ("tail", "tcp://127.0.0.1:1"), "tail needs pip install 'kvevents[publisher]'"),
+        ((), ("serve", "--link", "x"), "serve needs pip install 'kvevents[publisher]'"),
+        ((), ("demo",), "demo needs pip install 'kvevents[demo]'"),
+        (("zmq",), ("demo",), "demo needs pip install 'kvevents[demo]'"),
+        ((), ("tail",), "the following arguments are required: endpoint"),
+        ((), ("--version",), "not installed, so its version is unknown"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named(
+    tmp_path: Path, installed: tuple[str, ...], arguments: tuple[str, ...], said: str
+) -> None:
+    """With no site-packages but msgspec: exit code 2 and one line, before anything is started."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "publisher.cli", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60.0,
+        env={**ENVIRONMENT, "PYTHONPATH": site_with(tmp_path, *installed)},
+        cwd=tmp_path,
+    )
+    prefix = "kvevents tail: " if arguments == ("tail",) else "kvevents: "
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{prefix}{said}\n")
+
+
+@pytest.mark.integration
+def test_a_worker_needs_no_pyzmq_of_its_own(tmp_path: Path) -> None:
+    """Without it, `publisher` gives all its names but the subscriber's; those say what is missing."""
+    code = """
+import publisher
+missing = []
+for name in publisher.__all__:
+    try:
+        getattr(publisher, name)
+    except ModuleNotFoundError as error:
+        assert error.name == "zmq"
+        missing.append(name)
+print(*missing)
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60.0,
+        env={**ENVIRONMENT, "PYTHONPATH": site_with(tmp_path)},
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [
+        *("Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"),
+    ]
+
+
+def test_what_the_publisher_exports_is_what_it_says() -> None:
+    """Every public name is there, in either way of asking, and no other."""
+    names = publisher.__all__
+    assert [name for name in names if not hasattr(publisher, name)] == []
+    assert publisher.spawn is spawn
+    with pytest.raises(AttributeError, match="'Nothing'"):
+        _ = publisher.Nothing  # type: ignore[attr-defined]
 
 
 @pytest.mark.integration
@@ -256,7 +394,7 @@ def test_tail_leaves_quietly_when_its_reader_does(stream: Stream) -> None:
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         with process.stdout:
-            assert b"stored" in process.stdout.read(40)
+            assert b"cleared" in process.stdout.read(40)
         stream.tell(1)
         try:
             assert process.wait(PATIENCE_S) == 0
@@ -270,7 +408,7 @@ def test_ctrl_c_ends_tail_quietly(stream: Stream) -> None:
     """Exit code 130 and no traceback, while it waits."""
     with start_kvevents(f"ctrl-c {os.getpid()}", *stream.tail) as process:
         assert process.stdout is not None and process.stderr is not None
-        assert "stored" in process.stdout.readline()
+        assert "cleared" in process.stdout.readline()
         start = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 130

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import os
+import re
 import signal
 import socket as sockets
 import subprocess
@@ -26,14 +28,14 @@ from publisher_rig import (
 )
 
 from kvevents import block_hashes
-from publisher.demo.options import BUNDLED_TRACE
+from publisher.demo.options import BUNDLED_TRACE, add_options, read_options
 from publisher.demo.report import bar, difference, json_summary, text_summary
 from publisher.demo.trace import Request, pages_of, prompt, read_trace, reply
 
 FREE_PORTS = ("--endpoint", LOOPBACK, "--replay-endpoint", LOOPBACK)
 KEYS = {
     *("requests", "hit_rate", "stored_blocks", "removed_blocks", "batches", "gaps", "replayed"),
-    *("resident_blocks", "router_blocks", "view_equal"),
+    *("resident_blocks", "router_blocks", "view_equal", "endpoint", "replay_endpoint"),
 }
 ROUTER, WORKER, SIDECAR, TAIL = (
     *("publisher.demo.router", "publisher.demo.worker", "serve --link", "publisher.demo.tail"),
@@ -51,6 +53,12 @@ def tag() -> Iterator[str]:
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return kvevents("demo", *arguments)
+
+
+def demo_arguments(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return parser.parse_args(arguments)
 
 
 def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -99,8 +107,8 @@ def test_evictions_do_not_deceive_the_router(page_size: str) -> None:
 
 @pytest.mark.integration
 def test_a_trace_with_next_to_nothing_in_it(tmp_path: Path, tag: str) -> None:
-    """Requests without a whole page, text for people: the view is the cache, and it ends soon although
-    the tail never got its lines.
+    """Requests without a whole page, text for people: the first line says where it publishes, the view is
+    the cache, and it ends soon although the tail never got its lines.
     """
     trace = tmp_path / "trace"
     trace.write_text(
@@ -113,6 +121,10 @@ def test_a_trace_with_next_to_nothing_in_it(tmp_path: Path, tag: str) -> None:
         assert (process.returncode, err) == (0, "")
         assert "router view == cache: yes (1 blocks compared)" in out
         assert "requests       3 in" in out
+        first = out.splitlines()[0]
+        assert re.fullmatch(
+            r"publishes on tcp://127.0.0.1:\d+, replays on tcp://127.0.0.1:\d+", first
+        )
         assert still_running(tagged(tag), 3.0) == set()
 
 
@@ -132,6 +144,32 @@ def test_an_endpoint_in_use_is_one_line(tag: str) -> None:
             assert "in use" in err
             assert err.count("\n") == 1
             assert still_running(tagged(tag), 3.0) == set()
+
+
+@pytest.mark.integration
+def test_two_demos_at_once_do_not_meet(tag: str) -> None:
+    """Both end with 0 on four ports: where a default one is taken, a free one does as well."""
+    arguments = ("demo", "--json", "--requests", "200")
+    with start_kvevents(tag, *arguments) as one, start_kvevents(tag, *arguments) as two:
+        ended = [(*process.communicate(timeout=60.0), process.returncode) for process in (one, two)]
+        assert [(err, code) for _, err, code in ended] == [("", 0), ("", 0)]
+        bound = [
+            json.loads(out)[key] for out, *_ in ended for key in ("endpoint", "replay_endpoint")
+        ]
+        assert len(set(bound)) == 4
+        assert still_running(tagged(tag), 3.0) == set()
+
+
+@pytest.mark.parametrize("option", ["--endpoint", "--replay-endpoint"])
+def test_a_default_port_gives_way_to_one_that_was_asked_for(option: str) -> None:
+    """`--endpoint` on the replay socket's default port, and the other way round: the default is any
+    free port.
+    """
+    port = {"--endpoint": 5558, "--replay-endpoint": 5557}[option]
+    settings = read_options(demo_arguments(option, f"tcp://127.0.0.1:{port}"))
+    assert f"tcp://127.0.0.1:{port}" in (settings.endpoint, settings.replay_endpoint)
+    assert LOOPBACK in (settings.endpoint, settings.replay_endpoint)
+    assert settings.movable == ("replay_endpoint" if option == "--endpoint" else "endpoint",)
 
 
 @pytest.mark.integration
@@ -246,6 +284,7 @@ def test_a_progress_bar_is_one_line() -> None:
 
 SAID_BY_WORKER: dict[str, Any] = {
     "summary": {
+        **dict.fromkeys(("endpoint", "replay_endpoint"), LOOPBACK),
         **dict.fromkeys(("requests", "stored_blocks", "removed_blocks", "events", "batches"), 4),
         **dict.fromkeys(("too_large", "refused", "retellings", "wrong_pages"), 0),
         **dict.fromkeys(("publish_us_p50", "publish_us_p99", "hit_rate"), 0.5),

@@ -61,7 +61,7 @@ class Rig:
             assert time.monotonic() < deadline, self.server.stats
             self.router.poll(0 if self.server.busy else 1)
             self.now += 0.001
-            self.server.take_requests(self.now)
+            self.server.take_requests()
             self.server.serve(self.now)
 
     def answers(self, client: Socket) -> list[list[bytes]]:
@@ -212,7 +212,7 @@ def test_replayed_frames_are_the_live_frames() -> None:
         dealer.connect(str(sink.bound.replay_endpoint))
         dealer.send_multipart(replay_request(0))
         assert sink.router.poll(int(PATIENCE_S * 1000))
-        server.take_requests(0.0)
+        server.take_requests()
         server.serve(0.0)
         replayed = []
         for _ in range(6):
@@ -314,13 +314,13 @@ def test_a_flood_of_requests_keeps_nobody_waiting() -> None:
 
 
 def test_many_clients_share_the_turns() -> None:
-    """Twenty replays at once all come out whole, and each has begun before any is done."""
+    """Twenty replays at once all come out whole, though only a few run at a time."""
     with Rig(batches(300)) as rig:
         clients = [rig.client() for _ in range(20)]
         for client in clients:
             client.send_multipart(replay_request(0))
         rig.drive(lambda: rig.server.stats.requests == 20)
         rig.drive(lambda: rig.server.stats.answered > 0)
-        assert all(client.poll(int(PATIENCE_S * 1000)) for client in clients)
+        assert not any(client.poll(0) for client in clients[-5:])
         for client in clients:
             assert seqs_of(rig.answers(client)) == list(range(300))

@@ -132,7 +132,7 @@ def test_events_reach_a_subscriber() -> None:
         (bound,) = sidecar.client.sinks
         with subscribed(bound.endpoint) as sub:
             first, batch = live(sub)  # a heartbeat: from here on the subscriber misses nothing
-            assert batch.events == []
+            assert batch.events in ([], [AllBlocksCleared()])
             seqs = [first]
             for step in range(30):
                 insert(cache, range(step * 4, step * 4 + 12))
@@ -163,7 +163,10 @@ def test_flush_does_not_wait_for_anything_else() -> None:
         for _ in range(3):
             answer = sidecar.client.flush(cache, 5.0)
             assert answer is not None
-            assert (answer.next_seqs, answer.in_step) == ((0,), True)
+            assert (answer.next_seqs, answer.in_step) == (
+                (1,),
+                True,
+            )  # the first batch, which clears
 
 
 def test_an_idle_sidecar_beats_with_the_next_seq() -> None:
@@ -185,7 +188,8 @@ def test_an_idle_sidecar_beats_with_the_next_seq() -> None:
             following, batch = live(sub)
             assert following == seq + 1
             seq, told = following, batch.events
-        assert isinstance(told[0], BlockStored)
+        assert told[0] == AllBlocksCleared()  # the first pump tells all there is
+        assert isinstance(told[1], BlockStored)
 
 
 def test_each_sink_counts_for_itself() -> None:
@@ -332,7 +336,7 @@ def test_a_child_that_cannot_run_is_a_link_error(
     """An interpreter that dies before it has read its settings: LinkError, and no process is left."""
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
     with pytest.raises(LinkError, match=r"ended with 1 before it was ready"):
-        spawn(WORKER, config(sink(topic="x" * 200_000)))
+        spawn(WORKER, config(*[sink(topic="x" * 4000) for _ in range(50)]))
     assert serving() == set()
     assert "nonexistent" in capfd.readouterr().err
 
@@ -393,7 +397,7 @@ def test_a_stopped_sidecar_does_not_stop_the_worker() -> None:
 
 
 def test_a_killed_sidecar_costs_the_worker_nothing() -> None:
-    """K1: after kill -9 pumping goes on, refused once the ring is full; flush notices; close works."""
+    """K1: after kill -9 pumping goes on, refused and counted at once; close works."""
     cache = make_cache(num_pages=512)
     with spawn(WORKER, config(), ring_bytes=4096) as sidecar:
         kill(sidecar.pid)
@@ -402,8 +406,8 @@ def test_a_killed_sidecar_costs_the_worker_nothing() -> None:
         for step in range(100):
             insert(cache, range(step * 10, step * 10 + 20))
             results.append(sidecar.pump(cache))
-        assert results[0] is True and results[-1] is False
-        assert sidecar.client.stats.refused == results.count(False)
+        assert not any(results)
+        assert sidecar.client.stats.refused == 100
         assert sidecar.client.flush(cache, PATIENCE_S) is None
         assert not sidecar.client.connected
         assert sidecar.close() == -signal.SIGKILL
@@ -447,7 +451,7 @@ def test_a_killed_worker_is_announced_and_its_sidecar_ends() -> None:
         with Subscriber(endpoint, replay_endpoint) as subscriber:
             received: list[Received] = receive_until(subscriber, bool)
             assert isinstance(received[0], Batch)
-            assert isinstance(received[0].batch.events[0], BlockStored)
+            assert received[0].batch.events[0] == AllBlocksCleared()
             receive_until(subscriber, lambda _: not subscriber.recovering)
             expected = subscriber.next_seq
             killed_at = time.monotonic()

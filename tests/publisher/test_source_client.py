@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from publisher_rig import PATIENCE_S, Link, insert, make_cache, open_fds, short_folder
 
-from kvevents import BASE, AllBlocksCleared, Namespace, StorageMedium
+from hicache import HiRadixCache, KVShape, PagePool
+from kvevents import BASE, AllBlocksCleared, HashFormat, Namespace, StorageMedium
 from kvevents.records import BlockId, Clear, Record, RecordSource, Remove, StoreKnown, StoreNew
 from publisher import ClientStats, LinkError, SidecarClient, WorkerInfo
 from publisher.client import RETELL_BLOCKS
@@ -113,15 +114,64 @@ def test_taking_is_bounded() -> None:
 
 
 def test_a_cache_without_news_sends_nothing() -> None:
-    """A pump costs a message only when something changed."""
+    """After the first, which tells that there is nothing, a pump costs a message only when something
+    changed.
+    """
     with Link() as link:
         cache = make_cache()
         for _ in range(3):
             assert link.client.pump(cache)
-        assert link.client.stats == ClientStats()
+        assert link.client.stats == ClientStats(written=1)
         insert(cache, range(8))
         assert link.client.pump(cache)
-        assert link.client.stats == ClientStats(written=1)
+        assert link.client.stats == ClientStats(written=2)
+
+
+def test_the_first_pump_tells_what_was_there_before() -> None:
+    """K4: a cache that is warm, and whose events were taken otherwise, is told whole."""
+    with Link() as link:
+        cache = make_cache(num_pages=64)
+        insert(cache, range(40))
+        cache.take_events()
+        settle(link, cache)
+        assert link.index.resident == cache.resident_blocks()
+        assert len(link.index) == 10
+        assert link.client.stats.retellings == 0
+
+
+@pytest.mark.parametrize("key", ["block_size", "hash_format"])
+def test_a_cache_that_is_not_what_was_told_is_refused(key: str) -> None:
+    """ValueError at the first pump, with both values, not a stream that never gets in step."""
+    with Link() as link:
+        hash_format = HashFormat.DYNAMO if key == "hash_format" else HashFormat.SGLANG
+        pool = PagePool(8, 8 if key == "block_size" else 4, KVShape(1, 1, 1))
+        with pytest.raises(
+            ValueError, match=f"{key}: the sidecar was told (4|sglang), the cache has"
+        ):
+            link.client.pump(HiRadixCache(pool, hash_format=hash_format))
+
+
+def test_what_is_no_record_is_a_hole() -> None:
+    """K1, K2: publishing what cannot be encoded raises nothing; it is refused, and the sidecar sees
+    the hole.
+    """
+    with Link() as link:
+        assert not link.client.publish([object()])  # type: ignore[list-item]
+        assert link.client.stats == ClientStats(refused=1)
+        link.take()
+        assert not link.source.in_step
+
+
+def test_retellings_begin_at_most_so_often() -> None:
+    """K3: one that cannot succeed does not take every step."""
+    with Link(retell_interval_s=3600) as link:
+        cache = make_cache()
+        assert link.client.pump(cache)
+        link.client._ring.write(b"no message")
+        link.take()
+        for _ in range(3):
+            assert link.client.pump(cache)
+        assert link.client.stats.retellings == 0
 
 
 # ---------------------------------------------------------------------------------- full and lost
@@ -150,7 +200,8 @@ def test_a_refused_last_message_is_noticed() -> None:
     """S2: a hole shows although no message follows it; the cache's state is told anew."""
     with Link(ring_bytes=MIN_RING_BYTES) as link:
         cache = make_cache(num_pages=2048)
-        insert(cache, range(1000))
+        link.client.pump(cache)
+        insert(cache, range(800))
         assert link.client.pump(cache)
         insert(cache, range(50, 50 + 4000))
         assert not link.client.pump(cache)
@@ -243,6 +294,7 @@ def test_a_cache_larger_than_the_ring_is_retold(
     """
     with Link(block_size=page_size, ring_bytes=ring_bytes) as link:
         cache = make_cache(num_pages, page_size)
+        link.client.pump(cache)
         insert(cache, range(page_size * num_pages))
         assert not link.client.pump(cache)
         link.take()
@@ -257,6 +309,7 @@ def test_a_retelling_full_of_long_names_arrives() -> None:
     """K2: names take room too; the parts get smaller until they fit."""
     with Link(ring_bytes=MIN_RING_BYTES) as link:
         cache = make_cache(num_pages=64)
+        link.client.pump(cache)
         for number in range(64):
             insert(cache, range(4), Namespace(cache_salt=f"{number:0500}"))
         assert not link.client.pump(cache)
@@ -270,6 +323,7 @@ def test_a_retelling_waits_for_room() -> None:
     """K3: while the ring is over half full nothing is retold, and the retelling comes after."""
     with Link(ring_bytes=MIN_RING_BYTES) as link:
         cache = make_cache()
+        link.client.pump(cache)
         insert(cache, range(8))
         while link.client.publish([store(link.client.stats.written)]):
             pass
@@ -289,6 +343,7 @@ def test_a_retelling_stops_while_nobody_reads() -> None:
     """
     with Link(ring_bytes=MIN_RING_BYTES) as link:
         cache = make_cache(num_pages=2000)
+        link.client.pump(cache)
         insert(cache, range(4000))
         link.client.pump(cache)
         link.take()
@@ -568,17 +623,15 @@ def test_the_source_sees_the_worker_die() -> None:
 
 
 def test_a_dead_sidecar_costs_the_worker_nothing() -> None:
-    """K1: publishing goes on without error until the ring is full, and then is refused."""
+    """K1: its end is noticed at the next pump; what comes then is refused, without error."""
     with Link(ring_bytes=MIN_RING_BYTES) as link:
         link.source.close()
         cache = make_cache(num_pages=512)
-        results = []
         for number in range(200):
             insert(cache, range(number * 8, number * 8 + 8))
-            results.append(link.client.pump(cache))
-        assert results[0] is True and results[-1] is False
-        assert link.client.stats.written == sum(results)
-        assert link.client.stats.refused == 200 - sum(results)
+            assert not link.client.pump(cache)
+        assert not link.client.connected
+        assert link.client.stats == ClientStats(refused=200)
 
 
 def test_after_close_nothing_is_taken() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from threading import Thread
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from publisher_rig import LOOPBACK, PATIENCE_S, insert, make_cache
+from publisher_rig import LOOPBACK, PATIENCE_S, RawPublisher, insert, make_cache
 
 from kvevents import (
     AllBlocksCleared,
@@ -34,7 +35,7 @@ from publisher import (
     WorkerInfo,
     spawn,
 )
-from publisher.tail import json_lines, tail, text_lines
+from publisher.tail import Earlier, json_lines, tail, text_lines
 
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
 
@@ -43,12 +44,12 @@ def batch(*events: Event, skipped: tuple[Skipped, ...] = (), ts: float = 1.5) ->
     return Batch(7, KVEventBatch(ts, list(events), 3), skipped, replayed=True)
 
 
-def text(received: Received) -> list[str]:
+def text(received: Received | Earlier) -> list[str]:
     """The text lines, without the time of day, which depends on where this runs."""
     return [line.partition(" ")[2].strip() for line in text_lines(received)]
 
 
-def objects(received: Received) -> list[dict[str, Any]]:
+def objects(received: Received | Earlier) -> list[dict[str, Any]]:
     return [json.loads(line) for line in json_lines(received)]
 
 
@@ -65,12 +66,25 @@ def test_events_as_text() -> None:
     assert [line.split() for line in lines] == [
         *(["7", "stored", "GPU", "2", "blocks", "000000000000", "←", "start", "4", "tokens"],),
         [
-            *("7", "stored", "CPU_PINNED", "1", "blocks", "ffffffffffff", "←", "000000000000"),
+            *("7", "stored", "CPU_PINNED", "1", "block", "ffffffffffff", "←", "000000000000"),
             *("2", "tokens", "lora_name='ad'", "cache_salt='s'"),
         ],
-        ["7", "removed", "CPU_PINNED", "1", "blocks", "000000000000"],
+        ["7", "removed", "CPU_PINNED", "1", "block", "000000000000"],
         ["7", "cleared"],
     ]
+
+
+def test_one_is_singular_and_columns_stay() -> None:
+    """1 block, 1 token, 1 batch; what follows stands where it stands behind many."""
+    one, many = text(
+        batch(
+            BlockStored([1], 2, [5], 1, medium=GPU), BlockStored([1, 2], 2, [5, 6], 1, medium=GPU)
+        )
+    )
+    assert " 1 block " in one and one.endswith(" 1 token")
+    assert " 2 blocks " in many and many.endswith(" 2 tokens")
+    assert one.index("←") == many.index("←")
+    assert text(Earlier(1)) == ["0 1 batch came before; --replay-endpoint asks for their state"]
 
 
 def test_the_time_is_of_the_batch() -> None:
@@ -95,6 +109,7 @@ def test_anomalies_as_text() -> None:
     assert text(Gap(3, 2)) == ["3 GAP 2 missing, asking for a replay"]
     assert text(Lost(3, 2)) == ["3 LOST 2 that nobody has any more"]
     assert text(Restarted(0)) == ["0 RESTART of the publisher"]
+    assert text(Earlier(9)) == ["0 9 batches came before; --replay-endpoint asks for their state"]
 
 
 def test_an_empty_batch_has_no_line() -> None:
@@ -144,6 +159,7 @@ def test_anomalies_as_json() -> None:
     assert objects(Gap(3, 2)) == [{"seq": 3, "type": "Gap", "count": 2}]
     assert objects(Lost(3, 2)) == [{"seq": 3, "type": "Lost", "count": 2}]
     assert objects(Restarted(4)) == [{"seq": 4, "type": "Restarted"}]
+    assert objects(Earlier(9)) == [{"seq": 0, "type": "Earlier", "count": 9}]
 
 
 @pytest.mark.parametrize("value", [2**64 - 1, -(2**63), 2**63 - 1, 2**53 + 1, 0, -1])
@@ -223,7 +239,7 @@ def test_what_is_wrong_with_a_stranger_cannot_either(name: str) -> None:
 
 @pytest.mark.integration
 def test_tail_writes_up_to_count() -> None:
-    """From a real sidecar: the state first, then as many events as asked for, in either form; and with
+    """From a real sidecar: a clear and the state first, then as many events as asked for, in either form; and with
     nothing more to come it ends after the timeout.
     """
     cache = make_cache()
@@ -234,7 +250,7 @@ def test_tail_writes_up_to_count() -> None:
             sidecar.pump(cache)
         assert sidecar.client.flush(cache, PATIENCE_S) is not None
         (bound,) = sidecar.client.sinks
-        for as_json, count, expected in ((True, 3, 3), (False, 5, 5), (False, None, 5)):
+        for as_json, count, expected in ((True, 3, 3), (False, 5, 5), (False, None, 6)):
             lines: list[str] = []
             assert tail(
                 bound.endpoint,
@@ -247,7 +263,39 @@ def test_tail_writes_up_to_count() -> None:
             )
             assert len(lines) == expected
             if as_json:
-                assert [json.loads(line)["seq"] for line in lines] == [0, 1, 2]
+                assert [json.loads(line)["seq"] for line in lines] == [0, 0, 1]
+
+
+@pytest.mark.integration
+def test_joining_without_a_replay_endpoint_is_no_loss() -> None:
+    """What came before the first batch was not asked for; a hole after it is a loss."""
+    lines: list[str] = []
+    with RawPublisher() as publisher:
+
+        def publish() -> None:
+            publisher.await_subscriber()
+            for seq in (5, 8):
+                publisher.live(seq, AllBlocksCleared())
+
+        thread = Thread(target=publish)
+        thread.start()
+        assert tail(
+            publisher.endpoint,
+            None,
+            topic="",
+            count=5,
+            as_json=False,
+            timeout_s=PATIENCE_S,
+            write=lines.append,
+        )
+        thread.join()
+    assert [line.partition(" ")[2].strip() for line in lines] == [
+        "0 5 batches came before; --replay-endpoint asks for their state",
+        "5 cleared",
+        "6 GAP 2 missing, asking for a replay",
+        "6 LOST 2 that nobody has any more",
+        "8 cleared",
+    ]
 
 
 @pytest.mark.integration
