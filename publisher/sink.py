@@ -78,6 +78,12 @@ class Sink:
             self.close(linger_s=0)
             raise
         self.bound = Bound(endpoint, replay_endpoint)
+        self._begin()
+
+    def _begin(self) -> None:
+        """The first batch of a run clears: who knew of an earlier run forgets it, live or by replay."""
+        self.publish(self._clock(), [AllBlocksCleared()], 0.0)
+        self._quiet_since = None
 
     def serve_replays(self, timeout_s: float) -> ReplayServer | None:
         """A server for the replay socket; None without one."""
@@ -92,8 +98,6 @@ class Sink:
 
     def publish(self, ts: float, events: list[Event], now: float) -> None:
         """Send a batch and keep it. Never waits: a subscriber whose queue is full misses it."""
-        if self._log.next_seq == 0 and not isinstance(next(iter(events), None), AllBlocksCleared):
-            events = [AllBlocksCleared(), *events]  # whoever knew of an earlier run forgets it
         payload = encode_batch(KVEventBatch(ts, events, self._dp_rank))
         seq = self._log.append(payload, events)
         self.pub.send_multipart(live_frames(self._topic, seq, payload), zmq.NOBLOCK)

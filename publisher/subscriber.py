@@ -88,6 +88,8 @@ class Subscriber:
         self._rejoin_at = float("inf")
         self._rejoin_after_s = replay_timeout_s
         self._connections = 0
+        self._postponed: int | None = None
+        """The start to ask from once the live socket is connected."""
         self._ready: deque[Received] = deque()
         self.stats = SubscriberStats()
         self._sub = self._context.socket(zmq.SUB)
@@ -165,11 +167,15 @@ class Subscriber:
     # --------------------------------------------------------------------------------- inside
 
     def _notice_connection(self) -> None:
-        """A connection after the first may be to another run of the publisher."""
+        """With the first connection, ask what was postponed. A later one may be to another run of the
+        publisher: join anew.
+        """
         self._monitor.recv_multipart()
         self._connections += 1
         if self._connections > 1:
             self._act(self._tracker.rejoin())
+        elif self._postponed is not None:
+            self._ask(self._postponed)
 
     def _read_live(self) -> None:
         for _ in range(_MESSAGES_PER_POLL):
@@ -241,8 +247,13 @@ class Subscriber:
         self._ready.append(Batch(deliver.seq, decoded.batch, decoded.skipped, deliver.replayed))
 
     def _ask(self, start: int) -> None:
-        """On a new socket: answers to an earlier request cannot get in between."""
+        """On a new socket: answers to an earlier request cannot get in between. Not before the live
+        socket is connected: else the answer might be of a run that is gone when the live batches come.
+        """
         self._close_dealer()
+        if not self._connections:
+            self._postponed = start
+            return
         assert self._replay_endpoint is not None, "G2: only a tracker that can replay asks"
         self._dealer = dealer = self._context.socket(zmq.DEALER)
         self._poller.register(dealer, zmq.POLLIN)

@@ -163,10 +163,8 @@ def test_flush_does_not_wait_for_anything_else() -> None:
         for _ in range(3):
             answer = sidecar.client.flush(cache, 5.0)
             assert answer is not None
-            assert (answer.next_seqs, answer.in_step) == (
-                (1,),
-                True,
-            )  # the first batch, which clears
+            # the sink's first batch, and the first pump's
+            assert (answer.next_seqs, answer.in_step) == ((2,), True)
 
 
 def test_an_idle_sidecar_beats_with_the_next_seq() -> None:
@@ -204,7 +202,7 @@ def test_each_sink_counts_for_itself() -> None:
         sidecar.pump(cache)
         answer = sidecar.client.flush(cache, PATIENCE_S)
         assert answer is not None
-        assert answer.next_seqs[1] == 1 < answer.next_seqs[0]
+        assert answer.next_seqs[1] == 2 < answer.next_seqs[0]
         for bound, until in zip((quick, slow), answer.next_seqs, strict=True):
             view = router_view(bound.endpoint, replay_of(bound), until)
             assert view.resident == cache.resident_blocks()
@@ -376,7 +374,7 @@ def test_sigint_is_the_workers_business() -> None:
         for _ in range(3):
             kill(sidecar.pid, signal.SIGINT)
         insert(cache, range(100, 108))
-        assert flushed_seq(sidecar, cache) == 2
+        assert flushed_seq(sidecar, cache) == 3
         kill(sidecar.pid, signal.SIGTERM)
         assert still_running([sidecar.pid], 5.0) == set()
         assert sidecar.client.flush(cache, PATIENCE_S) is None
@@ -421,14 +419,14 @@ def test_a_worker_that_leaves_is_announced() -> None:
         with Subscriber(bound.endpoint, replay_of(bound)) as subscriber:
             insert(cache, range(4))
             flushed_seq(sidecar, cache)
-            receive_until(subscriber, lambda _: subscriber.next_seq == 1)
+            receive_until(subscriber, lambda _: subscriber.next_seq == 2)
             kill(sidecar.pid, signal.SIGSTOP)
             for step in range(1, 400):
                 insert(cache, range(step * 10, step * 10 + 4))
                 sidecar.pump(cache)
             sidecar.client.close()
             kill(sidecar.pid, signal.SIGCONT)
-            received = receive_until(subscriber, lambda _: subscriber.next_seq == 401)
+            received = receive_until(subscriber, lambda _: subscriber.next_seq == 402)
             events = [one.batch.events for one in received if isinstance(one, Batch)]
             assert [type(one) for (one,) in events[:-1]] == [BlockStored] * 399
             assert events[-1] == [AllBlocksCleared()]

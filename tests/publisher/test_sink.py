@@ -95,7 +95,7 @@ def test_ipc_is_bound_and_given_back(context: zmq.Context[Socket]) -> None:
                 assert sink.bound.endpoint == f"ipc://{path}"
                 with subscribed(context, sink) as sub:
                     sink.publish(1.0, [], 0.0)
-                    assert receive(sub).seq == 0
+                    assert receive(sub).seq == 1
             _leave_a_dead_socket(path)
 
 
@@ -121,7 +121,7 @@ def test_ipc_takes_no_path_from_anyone(context: zmq.Context[Socket]) -> None:
                     pass
             with subscribed(context, sink) as sub:  # it is still ours
                 sink.publish(1.0, [], 0.0)
-                assert receive(sub).seq == 0
+                assert receive(sub).seq == 1
         assert precious.read_text() == "data"
 
 
@@ -130,7 +130,7 @@ def test_ipv6_is_bound(context: zmq.Context[Socket]) -> None:
     try:
         with open_sink(context, endpoint="tcp://[::1]:0") as sink, subscribed(context, sink) as sub:
             sink.publish(1.0, [], 0.0)
-            assert receive(sub).seq == 0
+            assert receive(sub).seq == 1
     except SinkError as error:
         pytest.skip(f"no IPv6 here: {error}")
 
@@ -139,12 +139,14 @@ def test_ipv6_is_bound(context: zmq.Context[Socket]) -> None:
 
 
 def test_seqs_count_from_0_in_three_frames(context: zmq.Context[Socket]) -> None:
-    """Each batch has topic, seq and payload, and the next seq; its ts and rank are those told."""
+    """Each batch has topic, seq and payload, and the next seq; its ts and rank are those told. Seq 0 was
+    the sink's own, which cleared.
+    """
     with open_sink(context, topic="kv") as sink, subscribed(context, sink) as sub:
-        for number in range(3):
+        for number in range(1, 4):
             assert sink.next_seq == number
             sink.publish(number + 0.25, [AllBlocksCleared()], 0.0)
-        for number in range(3):
+        for number in range(1, 4):
             frame = receive(sub)
             batch = decode_batch(frame.payload).batch
             assert (frame.topic, frame.seq, batch.ts) == (b"kv", number, number + 0.25)
@@ -157,14 +159,14 @@ def test_an_idle_sink_beats(context: zmq.Context[Socket]) -> None:
         assert sink.heartbeat(100.0) == 105.0
         sink.publish(1.0, [AllBlocksCleared()], 103.0)
         assert sink.heartbeat(106.0) == 108.0
-        assert sink.next_seq == 1
+        assert sink.next_seq == 2
         assert sink.heartbeat(108.0) == 113.0
         assert sink.heartbeat(112.9) == 113.0
-        assert sink.next_seq == 2
-        assert receive(sub).seq == 0
+        assert sink.next_seq == 3
+        assert receive(sub).seq == 1
         frame = receive(sub)
         batch = decode_batch(frame.payload).batch
-        assert (frame.seq, batch.ts, batch.events) == (1, 77.0, [])
+        assert (frame.seq, batch.ts, batch.events) == (2, 77.0, [])
 
 
 def test_subscribers_are_counted(context: zmq.Context[Socket]) -> None:
@@ -210,7 +212,7 @@ def test_a_message_too_large_is_not_taken(context: zmq.Context[Socket], name: st
         assert ours.poll(0) == 0
         with subscribed(context, sink) as sub:
             sink.publish(1.0, [], 0.0)
-            assert receive(sub).seq == 0
+            assert receive(sub).seq == 1
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ def join(
         publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=replay_timeout_s
     )
     publisher.await_subscriber()
+    wait_for_request(publisher, subscriber)
     client, start = publisher.request()
     assert start == JOIN
     if not seqs:
@@ -111,6 +112,7 @@ def test_a_join_starts_where_the_answer_starts(oldest: int) -> None:
         subscriber = Subscriber(publisher.endpoint, publisher.replay_endpoint)
         with subscriber:
             publisher.await_subscriber()
+            wait_for_request(publisher, subscriber)
             client, start = publisher.request()
             assert start == JOIN
             for seq in (oldest + 1, oldest + 2, oldest + 3):
@@ -133,6 +135,7 @@ def test_a_publisher_without_base_state_is_asked_from_0() -> None:
         Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber,
     ):
         publisher.await_subscriber()
+        wait_for_request(publisher, subscriber)
         client, start = publisher.request()
         assert start == JOIN
         publisher.end(client)
@@ -167,6 +170,7 @@ def test_replay_answers_of_every_shape_are_read(
         RawPublisher() as publisher,
         Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber,
     ):
+        wait_for_request(publisher, subscriber)
         client, _ = publisher.request()
         for seq in range(3):
             frames = shape(seq.to_bytes(8, "big"), payload_of(CLEARED))
@@ -463,6 +467,7 @@ def test_whatever_is_dropped_the_view_is_right(
             else:
                 assert isinstance(one, Gap), one
         while publisher.router.poll(0):
+            wait_for_request(publisher, subscriber)
             client, start = publisher.request()
             for seq, payload in log.replay(start):
                 publisher.router.send_multipart([client, b"", b"", seq.to_bytes(8, "big"), payload])

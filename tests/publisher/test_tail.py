@@ -239,8 +239,8 @@ def test_what_is_wrong_with_a_stranger_cannot_either(name: str) -> None:
 
 @pytest.mark.integration
 def test_tail_writes_up_to_count() -> None:
-    """From a real sidecar: a clear and the state first, then as many events as asked for, in either form; and with
-    nothing more to come it ends after the timeout.
+    """From a real sidecar: a clear and the state first, then as many events as asked for, in either form;
+    and with nothing more to come it ends after the timeout.
     """
     cache = make_cache()
     sink = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, heartbeat_s=3600.0)
