@@ -573,3 +573,28 @@ def test_tokens_that_are_none_are_a_type_error() -> None:
     for tokens in ("text", [0.5], None):
         with pytest.raises(TypeError, match="tokens"):
             cache.match_prefix(tokens, BASE)
+
+
+@pytest.mark.parametrize("wrong", ["lora", None, ("a", None, None)])
+def test_a_namespace_is_a_namespace(wrong: object) -> None:
+    """A plain string, None or tuple raises TypeError with the value, and nothing is cached."""
+    cache = new_cache(8)
+    pages = cache.allocate(1)
+    for call in (
+        lambda: cache.match_prefix([1, 2, 3, 4], wrong),  # type: ignore[arg-type]
+        lambda: cache.insert([1, 2, 3, 4], pages, wrong),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="namespace"):
+            call()
+    assert cache.num_resident == 0
+
+
+def test_numbers_of_pages_are_whole() -> None:
+    """A fraction raises TypeError before anything is evicted."""
+    cache = new_cache(8)
+    put(cache, list(range(16)))
+    for call in (cache.evict, cache.allocate):
+        with pytest.raises(TypeError):
+            call(1.5)  # type: ignore[arg-type]
+    assert cache.num_resident == 4
+    assert cache.violations() == []

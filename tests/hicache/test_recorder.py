@@ -272,3 +272,19 @@ def live_nodes() -> int:
     """Nodes that something in this process still refers to."""
     gc.collect()
     return sum(type(one) is Node for one in gc.get_objects())
+
+
+def test_a_retelling_goes_by_age() -> None:
+    """Nodes are told in the order in which they came to be, so that ids ascend: what takes them in
+    keeps them sorted, and would move all it has for each that comes out of order.
+    """
+    cache = new_cache(500, 2)
+    for number in range(500):
+        put(cache, [number, number])
+    cache.begin_retell()
+    ids = []
+    while cache.retelling:
+        cache.retell(7)
+        ids += [one.first_id for one in cache.take_records() if isinstance(one, StoreNew)]
+    assert len(ids) == 500
+    assert ids == sorted(ids)

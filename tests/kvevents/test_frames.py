@@ -143,6 +143,11 @@ def test_join_is_beyond_every_seq_and_not_the_end() -> None:
 SEQ = (5).to_bytes(8, "big")
 MALFORMED: list[tuple[Any, list[bytes], str]] = [
     (parse_live, [], "live message: 0 frames, not 3"),
+    (
+        parse_live,
+        [b"", b"\xff" * 8, b"p"],
+        "seq: 18446744073709551615 is above 9223372036854775807",
+    ),
     (parse_live, [SEQ, b"p"], "live message: 2 frames, not 3"),
     (parse_live, [b"", b"t", SEQ, b"p"], "live message: 4 frames, not 3"),
     (parse_live, [b"t", SEQ[1:], b"p"], "seq: 7 bytes, not 8"),

@@ -555,3 +555,54 @@ def test_a_restart_leaves_nothing_of_the_old_run(
     for _ in range(20):
         subscriber.answer()
     assert subscriber.blocks == set(range(new.count))
+
+
+# ----------------------------------------------------------------------------------------- rejoin
+
+
+def test_rejoining_takes_any_beginning() -> None:
+    """G3: a new connection may be to a run whose seq has gone past ours; the answer to a JOIN is taken
+    from wherever it begins, and what was held of the old run is dropped.
+    """
+    tracker = following(8)
+    assert live(tracker, 20) == [Gap(8, 12), Ask(8)]
+    assert tracker.rejoin() == [Ask(JOIN)]
+    assert answers(tracker, 3, 4) == delivered(3, 4, replayed=True)
+    assert tracker.end() == []
+    assert tracker.expected == 5
+
+
+def test_rejoining_a_publisher_without_snapshots_goes_on() -> None:
+    """It answers END alone; it is asked for what follows the last seq, not for all it has."""
+    tracker = following(8)
+    assert tracker.rejoin() == [Ask(JOIN)]
+    assert tracker.end() == [Ask(8)]
+    assert answers(tracker, 8, 9) == delivered(8, 9, replayed=True)
+    assert tracker.end() == []
+    assert live(tracker, 10) == delivered(10)
+
+
+def test_rejoining_without_a_replay_endpoint_is_nothing() -> None:
+    """There is nobody to ask."""
+    tracker = GapTracker(can_replay=False)
+    live(tracker, 0)
+    assert tracker.rejoin() == []
+    assert live(tracker, 1) == delivered(1)
+
+
+def test_what_was_given_up_is_remembered_until_a_join() -> None:
+    """G4: after its attempts are over the tracker is diverged, goes on live, and a JOIN ends that."""
+    tracker = following(5)
+    states = [tracker.diverged]
+    live(tracker, 7)
+    for _ in range(3):
+        actions = tracker.failed()
+    assert actions == [Lost(5, 2), *delivered(7)]
+    states.append(tracker.diverged)
+    assert live(tracker, 8) == delivered(8)
+    assert tracker.rejoin() == [Ask(JOIN)]
+    answers(tracker, 7, 8)
+    tracker.end()
+    states.append(tracker.diverged)
+    assert states == [False, True, False]
+    assert live(tracker, 9) == delivered(9)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvevents_reference import trials
 
 from kvevents import BASE, Namespace
+from kvevents.namespace import MAX_NAME_BYTES
 
 FIELDS = ("lora_name", "cache_salt", "extra_key")
 
@@ -31,6 +32,28 @@ def test_names_are_strings(field: str, bad: Any) -> None:
         Namespace(**{field: bad})
     assert field in str(error.value)
     assert repr(bad) in str(error.value)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("bad", ["\ud800", "x" * (MAX_NAME_BYTES + 1), "é" * MAX_NAME_BYTES])
+def test_names_can_be_sent(field: str, bad: str) -> None:
+    """What UTF-8 cannot encode, or what is too long for a record, raises ValueError with the field."""
+    with pytest.raises(ValueError, match=field):
+        Namespace(**{field: bad})
+    assert Namespace(**{field: "x" * MAX_NAME_BYTES}) != BASE
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_kind_of_string_becomes_a_string(field: str) -> None:
+    """A subclass of str, which encoders do not know, is kept as the string it is."""
+
+    class Name(str):
+        __slots__ = ()
+
+    space = Namespace(**{field: Name("x")})
+    assert type(getattr(space, field)) is str
+    assert space == Namespace(**{field: "x"})
+    assert msgspec.msgpack.encode(space) == msgspec.msgpack.encode(Namespace(**{field: "x"}))
 
 
 @trials(50)

@@ -33,12 +33,15 @@ def batches(count: int, size: int = 10) -> Callable[[int], Answers]:
 class Rig:
     """A server and its clients in one thread; a turn takes a millisecond of the server's time."""
 
-    def __init__(self, replay: Callable[[int], Answers], *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, replay: Callable[[int], Answers], *, timeout_s: float = 10.0, hwm: int = 1000
+    ) -> None:
         self._context = zmq.Context[Socket]()
         self._sockets: list[Socket] = []
         self.router = self._context.socket(zmq.ROUTER)
         self._sockets.append(self.router)
         self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.router.setsockopt(zmq.SNDHWM, hwm)
         self.address = self.router.bind(LOOPBACK).addr
         self.server = ReplayServer(self.router, TOPIC, replay, timeout_s=timeout_s)
         self.now = 0.0
@@ -210,7 +213,7 @@ def test_replayed_frames_are_the_live_frames() -> None:
             assert sub.poll(int(PATIENCE_S * 1000))
             live.append(sub.recv_multipart())
         dealer.connect(str(sink.bound.replay_endpoint))
-        dealer.send_multipart(replay_request(0))
+        dealer.send_multipart(replay_request(1))
         assert sink.router.poll(int(PATIENCE_S * 1000))
         server.take_requests()
         server.serve(0.0)
@@ -218,7 +221,7 @@ def test_replayed_frames_are_the_live_frames() -> None:
         for _ in range(6):
             assert dealer.poll(int(PATIENCE_S * 1000))
             replayed.append(dealer.recv_multipart())
-        assert [frames[:2] for frames in live] == [[b"kv@w@m", eight(seq)] for seq in range(5)]
+        assert [frames[:2] for frames in live] == [[b"kv@w@m", eight(seq)] for seq in range(1, 6)]
         assert replayed == [*([b"", *frames] for frames in live), [b"", *END_FRAMES]]
     finally:
         sub.close(linger=0)
@@ -324,3 +327,17 @@ def test_many_clients_share_the_turns() -> None:
         assert not any(client.poll(0) for client in clients[-5:])
         for client in clients:
             assert seqs_of(rig.answers(client)) == list(range(300))
+
+
+def test_clients_that_do_not_read_are_bounded() -> None:
+    """Invariant 25: of a hundred that ask and never read, a few dozen are kept waiting, and the rest are
+    dropped; one that reads is served meanwhile.
+    """
+    with Rig(batches(400, size=20_000), hwm=4) as rig:
+        deaf = [rig.client(small=True) for _ in range(100)]
+        for client in deaf:
+            client.send_multipart(replay_request(0))
+        client = rig.client()
+        client.send_multipart(replay_request(0))
+        assert seqs_of(rig.answers(client)) == list(range(400))
+        rig.drive(lambda: rig.server.stats.dropped >= 60)
