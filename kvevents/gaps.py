@@ -83,6 +83,8 @@ class GapTracker:
         self._asked: int | None = None
         """The start of the replay under way."""
         self._answers = self._failures = 0
+        self._sought = False
+        """Whether the replay under way was asked for with later frames held: for a known hole."""
         self._resume: int | None = None
         """Where to go on when a JOIN after the first is not understood."""
         self._diverged = False
@@ -161,7 +163,7 @@ class GapTracker:
         if self._expected is None:  # nothing had been published when this was answered
             self._expected = 0
             return self._release(gave_up=False)
-        return self._release(gave_up=not self._answers)
+        return self._release(gave_up=self._sought and not self._answers)
 
     def failed(self) -> list[Action]:
         """The replay did not end in time, or the endpoint answered nonsense."""
@@ -178,6 +180,7 @@ class GapTracker:
 
     def _ask(self, start: int) -> Ask:
         self._asked, self._answers = start, 0
+        self._sought = bool(self._held)
         return Ask(start)
 
     def _next(self, seq: int, payload: bytes) -> list[Action]:
@@ -205,6 +208,7 @@ class GapTracker:
             expected = self._expected
             if gave_up and (expected is None or seq > expected):
                 actions += _lost(expected or 0, seq)
+                self._diverged = True
                 self._expected = seq
                 gave_up = False
             step = self._next(seq, payload)

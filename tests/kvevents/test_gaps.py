@@ -606,3 +606,15 @@ def test_what_was_given_up_is_remembered_until_a_join() -> None:
     states.append(tracker.diverged)
     assert states == [False, True, False]
     assert live(tracker, 9) == delivered(9)
+
+
+def test_a_hole_that_came_after_the_question_is_asked_for() -> None:
+    """G2: a replay asked for when nothing was missing says nothing of frames lost after it."""
+    tracker = following(4)
+    tracker.rejoin()
+    answers(tracker, 3)
+    assert tracker.failed() == [Ask(4)]
+    assert live(tracker, 5) == []
+    assert tracker.end() == [Gap(4, 1), Ask(4)]
+    assert answers(tracker, 4) == delivered(4, replayed=True)
+    assert tracker.end() == delivered(5)
