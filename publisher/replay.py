@@ -130,10 +130,7 @@ class ReplayServer:
         while self._waiting and len(self._cursors) < _RUNNING:
             identity = next(iter(self._waiting))
             request = self._waiting.pop(identity)
-            answers = (
-                iter([replay_end(delimited=True)]) if request is None else self._answers(request)
-            )
-            self._cursors.append(_Cursor(identity, answers, now))
+            self._cursors.append(_Cursor(identity, self._answers(request), now))
         return bool(self._cursors)
 
     def _retry_stalled(self, now: float) -> None:

@@ -101,9 +101,7 @@ class Subscriber:
             self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
             _connect(self._sub, "endpoint", endpoint)
             self._poller.register(self._sub, zmq.POLLIN)
-            if (
-                replay_endpoint is not None
-            ):  # it is to be known now that it cannot be, not when asked
+            if replay_endpoint is not None:  # refuse a bad one now, not when it is first asked
                 with self._context.socket(zmq.DEALER) as dealer:
                     dealer.setsockopt(zmq.LINGER, 0)
                     _connect(dealer, "replay_endpoint", replay_endpoint)
