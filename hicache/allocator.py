@@ -1,4 +1,4 @@
-"""Which pages of a pool are free."""
+"""Which pages of a pool are free, and which are lent to the engine."""
 
 from __future__ import annotations
 
@@ -10,26 +10,52 @@ __all__ = ["PageAllocator"]
 
 
 class PageAllocator:
-    """Hands out page indices 0 to num_pages - 1, the last freed first."""
+    """Hands out page indices 0 to num_pages - 1, the last freed first.
+
+    A page is free, lent (`allocate` gave it to the engine) or the cache's own.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages: {num_pages} is below 1")
         self.num_pages = num_pages
         self._free: PageIndices = array("q", range(num_pages - 1, -1, -1))
+        self._lent: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can still hand out."""
+        """Pages that can still be handed out."""
         return len(self._free)
 
+    @property
+    def num_lent(self) -> int:
+        """Pages the engine has."""
+        return len(self._lent)
+
     def allocate(self, num_pages: int) -> PageIndices | None:
-        """`num_pages` pages, or None (and nothing taken) when fewer are free.
+        """Lend `num_pages` pages; None (and nothing taken) when fewer are free.
 
         Raises ValueError for a negative number.
         """
         if num_pages < 0:
             raise ValueError(f"num_pages: {num_pages} is negative")
+        taken = self.take(num_pages)
+        if taken is not None:
+            self._lent.update(taken)
+        return taken
+
+    def free(self, pages: PageIndices) -> None:
+        """Take lent pages back. Raises ValueError (and takes none) unless all are lent and distinct."""
+        self.check_lent(pages)
+        self._lent.difference_update(pages)
+        self._free.extend(pages)
+
+    def adopt(self, pages: PageIndices) -> None:
+        """Lent pages become the cache's; not checked."""
+        self._lent.difference_update(pages)
+
+    def take(self, num_pages: int) -> PageIndices | None:
+        """`num_pages` pages for the cache itself; None (and nothing taken) when fewer are free."""
         left = len(self._free) - num_pages
         if left < 0:
             return None
@@ -37,17 +63,8 @@ class PageAllocator:
         del self._free[left:]
         return taken
 
-    def free(self, pages: PageIndices) -> None:
-        """Take pages back. Raises ValueError (and takes none) for indices that are no pages of this
-        pool, or for more pages than are out.
-        """
-        self.check(pages)
-        if len(self._free) + len(pages) > self.num_pages:
-            raise ValueError(f"pages: {len(pages)} freed, {self.num_pages - self.num_free} are out")
-        self._free.extend(pages)
-
     def take_back(self, pages: PageIndices) -> None:
-        """Take back pages that are known to be out; not checked."""
+        """The cache's pages are free again; not checked."""
         self._free.extend(pages)
 
     def check(self, pages: PageIndices) -> None:
@@ -56,6 +73,20 @@ class PageAllocator:
             wrong = next(page for page in pages if not 0 <= page < self.num_pages)
             raise ValueError(f"page index: {wrong} is not in 0..{self.num_pages - 1}")
 
+    def check_lent(self, pages: PageIndices) -> None:
+        """Raises ValueError unless every index is a lent page, and none comes twice."""
+        self.check(pages)
+        if not self._lent.issuperset(pages):
+            wrong = next(page for page in pages if page not in self._lent)
+            raise ValueError(f"page index: {wrong} is not the caller's: not allocated, or given up")
+        if len(set(pages)) != len(pages):
+            twice = next(page for i, page in enumerate(pages) if page in pages[:i])
+            raise ValueError(f"page index: {twice} comes twice")
+
     def free_pages(self) -> PageIndices:
         """A copy of the free list, for checks."""
         return self._free[:]
+
+    def lent_pages(self) -> set[int]:
+        """A copy of the lent pages, for checks."""
+        return set(self._lent)

@@ -1,8 +1,12 @@
-"""The cache an engine talks to: match, allocate, insert, lock, evict, flush.
+"""The cache an engine talks to: match, allocate, insert, lock, load back, prefetch, evict, flush, tick.
 
 A request: `match_prefix`, `lock` the node, `allocate` pages for the rest, compute, `insert`, free the
-pages that turned out to be there already, `unlock`. Each step of the scheduler ends with the link
-taking the records.
+pages that turned out to be there already, `unlock`. Each step of the scheduler calls `tick`, idle or
+not, and ends with the link taking the records.
+
+With a host tier, a match may go on where its device pages end: lock `host_node` instead, `load_back`,
+and match again when that is done. With storage, `prefetch` what no tier has while the request waits,
+and match when `prefetch_done` says so.
 
 A request that goes on after an `insert` (the next chunk of a prefill, decoding) locks the insertion's
 node and unlocks the one it had, or its pages may be evicted under it. Where the insert found pages
@@ -14,16 +18,26 @@ One thread. Only whole pages are cached; the tail of a prompt that does not fill
 from __future__ import annotations
 
 import operator
+import time
 from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hicache.eviction import LRU, EvictionPolicy, EvictionQueue
+from hicache.agreement import Agreement, Alone
+from hicache.flight import Flight, Flights
+from hicache.mover import Mover
 from hicache.node import Node, PageIndices
-from hicache.pool import PagePool, as_pages
+from hicache.policy import HiCacheConfig
+from hicache.pool import HostPool, PagePool, as_pages
+from hicache.prefetch import Prefetch, Prefetches
 from hicache.recorder import NullRecorder, Recorder, ResidencyRecorder
 from hicache.residency import Residency
+from hicache.storage.backend import StorageBackend, StorageStats
+from hicache.storage_tier import StorageTier
 from hicache.tier import MEDIUM, Tier
+from hicache.tiered import TieredTree
+from hicache.transfer import Transfers, transfers_for
 from hicache.tree import RadixTree
 from kvevents.events import Event, StorageMedium
 from kvevents.hashing import (
@@ -39,28 +53,31 @@ from kvevents.namespace import BASE, Namespace
 from kvevents.records import Record
 from kvevents.tokens import TokenBytes, pack_tokens
 
-__all__ = ["HiRadixCache", "Insertion", "Match"]
+__all__ = ["CacheStats", "HiRadixCache", "Insertion", "Match"]
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest cached prefix of a prompt.
 
-    `page_indices`: its device pages in order, a copy. `node`: its end; lock it to keep the prefix.
+    `page_indices`: its device pages in order, a copy. `node`: where they end; lock it to keep them.
+    `num_host_pages`: how many more pages the host has; `host_node`: where those end, or `node`.
     """
 
     page_indices: PageIndices
     node: Node
     page_size: int
+    num_host_pages: int
+    host_node: Node
 
     @property
     def num_pages(self) -> int:
-        """Pages of the prefix."""
+        """Device pages of the prefix."""
         return len(self.page_indices)
 
     @property
     def prefix_len(self) -> int:
-        """Tokens of the prefix."""
+        """Tokens of the prefix that the device has."""
         return len(self.page_indices) * self.page_size
 
 
@@ -68,7 +85,7 @@ class Match:
 class Insertion:
     """What became of an insert.
 
-    `num_existing`: how many leading pages of the prompt the cache held already. Of the pages the
+    `num_existing`: how many leading pages of the prompt the device held already. Of the pages the
     caller brought for those, the ones that are not the cache's own are duplicates: still the
     caller's, to free. `node`: the end of the prompt's whole pages.
     """
@@ -77,30 +94,93 @@ class Insertion:
     node: Node
 
 
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts since the start, in pages by medium unless they say otherwise."""
+
+    resident: dict[StorageMedium, int]
+    stored: dict[StorageMedium, int]
+    dropped: dict[StorageMedium, int]
+    failed_flights: int
+    """Copies and writes of which some pages did not arrive."""
+    abandoned_flights: int
+    """Those that ended when nobody waited for them any more."""
+    storage: StorageStats | None
+
+
 class HiRadixCache:
     """A prefix cache over the pages of `device_pool`, which it shares with the caller.
 
     A page is free, the caller's (allocated, not inserted) or the cache's (inserted, not evicted).
-    `events`: whether changes of residency are recorded. `hash_format`: see `kvevents.hashing`.
+
+    `host_pool`: the second tier, of the same shape. `storage`: the third, which needs the second.
+    `transfers`: copies between the pools; by default what fits the device. `agreement`: how the ranks
+    of a tensor-parallel group keep in step; rank 0 records events unless `events` says otherwise.
+    `hash_format`: see `kvevents.hashing`. `clock`: for deadlines, in seconds.
+
+    A store that is not empty is announced: a clear, then what it holds. Raises ValueError for pools of
+    different shapes or page sizes, and for storage without a host pool.
     """
 
     def __init__(
         self,
         device_pool: PagePool,
         *,
-        events: bool = True,
-        eviction: EvictionPolicy | None = None,
+        host_pool: HostPool | None = None,
+        storage: StorageBackend | None = None,
+        transfers: Transfers | None = None,
+        config: HiCacheConfig | None = None,
+        agreement: Agreement | None = None,
+        events: bool | None = None,
         hash_format: HashFormat = HashFormat.SGLANG,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        _check_pools(device_pool, host_pool, storage)
         self.page_size = device_pool.page_size
-        self.device_pool = device_pool
+        self.device_pool, self.host_pool = device_pool, host_pool
+        self._config = config = config or HiCacheConfig()
+        self._agreement = agreement = agreement or Alone()
         self._hash_format = hash_format
-        self._tree = RadixTree(self.page_size)
-        self._recorder: ResidencyRecorder = Recorder(self._tree) if events else NullRecorder()
-        self._residency = Residency(self._recorder)
-        self._evictable = EvictionQueue(Tier.DEVICE, eviction or LRU())
+        self._clock = clock
         self._materializer: Materializer | None = None
-        self._time = 0
+        self._num_locks = 0
+
+        self._tree = RadixTree(self.page_size)
+        recorded = agreement.rank == 0 if events is None else events
+        self._recorder: ResidencyRecorder = Recorder(self._tree) if recorded else NullRecorder()
+        self._residency = Residency(self._recorder)
+        allocators = {Tier.DEVICE: device_pool.allocator}
+        if host_pool is not None:
+            allocators[Tier.HOST] = host_pool.allocator
+            transfers = transfers or transfers_for(device_pool, host_pool)
+        self._transfers = transfers
+        self._tiered = TieredTree(self._tree, self._residency, allocators, config.eviction_policy)
+        self._flights = Flights(self._tiered, clock)
+        self._mover = Mover(self._tiered, self._flights, transfers, agreement, config)
+        self._storage: StorageTier | None = None
+        self._prefetches: Prefetches | None = None
+        if storage is not None and host_pool is not None:
+            self._add_storage(storage, host_pool)
+
+    def _add_storage(self, backend: StorageBackend, host_pool: HostPool) -> None:
+        backend.attach(host_pool)
+        agreement, config = self._agreement, self._config
+        self._storage = StorageTier(
+            self._tiered, self._flights, backend, agreement, config, self.page_size
+        )
+        self._prefetches = Prefetches(
+            self._tiered,
+            self._flights,
+            self._mover,
+            self._storage,
+            agreement,
+            config,
+            self.page_size,
+        )
+        self._mover.on_backup = self._storage.wanted
+        if held := backend.held():
+            self._residency.clear()
+            self._storage.restore(held)
 
     @property
     def hash_format(self) -> HashFormat:
@@ -116,17 +196,25 @@ class HiRadixCache:
         `pack_tokens` raises.
         """
         _check_namespace(namespace)
-        path, num_pages, partial, shared = self._tree.walk(pack_tokens(tokens), namespace)
-        if partial is not None:
-            path.append(self._tree.split(partial, shared))
+        path = self._path(pack_tokens(tokens), namespace)
         self._touch(path)
+        return self._match(path, namespace)
+
+    def _match(self, path: list[Node], namespace: Namespace) -> Match:
         pages = array("q")
+        num_host_pages = 0
+        device_end = host_end = self._tree.root(namespace)
         for node in path:
             copy = node.copies[Tier.DEVICE]
-            assert copy is not None, "R2: the device tier is prefix-closed"
-            pages += copy
-        assert len(pages) == num_pages, "R1"
-        return Match(pages, path[-1] if path else self._tree.root(namespace), self.page_size)
+            if isinstance(copy, array):
+                pages += copy
+                device_end = host_end = node
+            elif node.copies[Tier.HOST] is not None:
+                num_host_pages += node.num_pages
+                host_end = node
+            else:
+                break
+        return Match(pages, device_end, self.page_size, num_host_pages, host_end)
 
     def allocate(self, num_pages: int) -> PageIndices | None:
         """`num_pages` device pages for the caller, evicting as needed.
@@ -135,13 +223,9 @@ class HiRadixCache:
         ValueError for a negative number.
         """
         num_pages = operator.index(num_pages)
-        allocator = self.device_pool.allocator
-        short = num_pages - allocator.num_free
-        if short > self.num_evictable:
+        if not self._mover.make_room(num_pages):
             return None
-        if short > 0:
-            self.evict(short)
-        return allocator.allocate(num_pages)
+        return self.device_pool.allocator.allocate(num_pages)
 
     def insert(
         self,
@@ -150,112 +234,258 @@ class HiRadixCache:
         namespace: Namespace = BASE,
         *,
         first_page: int = 0,
+        priority: int = 0,
     ) -> Insertion:
-        """Cache the whole pages of `tokens`.
+        """Cache the whole pages of `tokens` on the device.
 
         `page_indices[i]` holds page `first_page + i` of the prompt; the pages before `first_page` are
-        in the cache already (matched and locked). Pages that are new become the cache's. Counts as a
-        use of the whole prompt.
+        on the device already (matched and locked). Pages that are new there become the cache's. Counts
+        as a use of the whole prompt. `priority`, for that policy: the highest given wins.
 
         Raises ValueError, with nothing changed, when the number of indices is not that of the pages
-        from `first_page` on, when an index is no page of the pool, or when the pages before
-        `first_page` are not in the cache. Raises TypeError for a namespace that is none, and what
-        `pack_tokens` raises.
+        from `first_page` on, when an index is no page of the pool, when one for a new page is not the
+        caller's or comes twice, or when the pages before `first_page` are not on the device. Raises
+        TypeError for a namespace that is none, and what `pack_tokens` raises.
         """
         _check_namespace(namespace)
         packed = pack_tokens(tokens)
         page_bytes = self._tree.page_bytes
         whole = len(packed) // page_bytes
         pages = self._check_insert(whole, as_pages(page_indices), first_page)
-        path, existing, partial, shared = self._tree.walk(packed, namespace)
+        path, found, partial, shared = self._tree.walk(packed, namespace)
+        existing = _on_device(path, partial, shared)
         if existing < first_page:
-            raise ValueError(f"first_page: {first_page}, but only {existing} pages are cached")
+            raise ValueError(f"first_page: {first_page}, but the device has only {existing} pages")
+        new = pages[existing - first_page :]
+        self.device_pool.allocator.check_lent(new)
         if partial is not None:
             path.append(self._tree.split(partial, shared))
-        end = path[-1] if path else self._tree.root(namespace)
-        if existing < whole:
-            end = self._tree.add(end, packed[existing * page_bytes : whole * page_bytes])
-            path.append(end)
-            self._residency.store(end, Tier.DEVICE, pages[existing - first_page :])
+        self.device_pool.allocator.adopt(new)
+        if existing < found:
+            self._recreate(path, new)
+        if found < whole:
+            parent = path[-1] if path else self._tree.root(namespace)
+            node = self._tree.add(parent, packed[found * page_bytes : whole * page_bytes])
+            path.append(node)
+            self._tiered.store(node, Tier.DEVICE, new[found - existing :])
         self._touch(path)
-        self._evictable.offer(end)
-        return Insertion(existing, end)
+        for node in path:
+            node.hits += 1
+            if priority > node.priority:
+                node.priority = priority
+        self._write_down(path)
+        return Insertion(existing, path[-1] if path else self._tree.root(namespace))
+
+    def _recreate(self, path: list[Node], pages: PageIndices) -> None:
+        """Give the nodes of a path that are not on the device their copies there."""
+        at = 0
+        for node in path:
+            if node.copies[Tier.DEVICE] is None:
+                self._tiered.store(node, Tier.DEVICE, pages[at : at + node.num_pages])
+                at += node.num_pages
+
+    def _write_down(self, path: list[Node]) -> None:
+        """Send the path to the tiers below, as the policy says."""
+        self._mover.after_insert(path)
+        if self._storage is not None:
+            for node in reversed(path):
+                if node.copies[Tier.HOST] is not None:
+                    self._storage.wanted(node)
+                    break
 
     def free(self, page_indices: Any) -> None:
         """Give back pages that are the caller's: duplicates, or those of an aborted request.
 
-        Raises ValueError, with none taken, for indices that are no pages of the pool, and for more
-        pages than are out. That a page is the caller's is not checked.
+        Raises ValueError, with none taken, unless all are the caller's and none comes twice.
         """
         self.device_pool.allocator.free(as_pages(page_indices))
 
     def lock(self, node: Node) -> None:
-        """Keep the prefix that ends at `node` from being evicted, until `unlock`.
+        """Keep the device and host copies of the prefix that ends at `node`, until `unlock`.
 
-        Raises ValueError for a node that is not in the cache any more.
+        Raises ValueError for a node that is on neither of the two any more.
         """
         self._check_held(node)
-        node.pins += 1
-        at: Node | None = node
-        while at is not None:
-            at.lock_ref += 1
-            if at.lock_ref == 1:
-                self._residency.locked(at)
-            at = at.parent
+        self._tiered.pin(node)
+        self._num_locks += 1
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of this node. Raises ValueError when it has none."""
-        self._check_held(node)
         if not node.pins:
             raise ValueError(f"unlock: {node} is not locked")
-        node.pins -= 1
-        at: Node | None = node
-        while at is not None:
-            at.lock_ref -= 1
-            if not at.lock_ref:
-                self._residency.unlocked(at)
-                self._evictable.offer(at)
+        self._tiered.unpin(node)
+        self._num_locks -= 1
+
+    # ------------------------------------------------------------------------- the lower tiers
+
+    def load_back(self, node: Node, *, max_pages: int | None = None) -> Flight | None:
+        """Copy the host pages of the prefix that ends at `node` to the device; `node` is locked.
+
+        `done` of what it returns says when to match again. None, with nothing done, when there is
+        nothing to copy, fewer tokens than `load_back_threshold`, more than `max_pages`, or no room.
+        """
+        self._check_held(node)
+        num_pages, at = 0, node
+        while at.parent is not None and at.copies[Tier.DEVICE] is None:
+            num_pages += at.num_pages
             at = at.parent
+        too_few = num_pages * self.page_size < self._config.load_back_threshold
+        if not num_pages or too_few or (max_pages is not None and num_pages > max_pages):
+            return None
+        return self._mover.load_back(node)
+
+    def prefetch(self, tokens: Any, namespace: Namespace = BASE) -> Prefetch | None:
+        """Begin to fetch from storage what neither device nor host has of a prompt.
+
+        None when there is no storage, the rest is shorter than `prefetch_threshold`, or too many pages
+        are being fetched already: compute them. Raises as `match_prefix` does.
+        """
+        _check_namespace(namespace)
+        packed = pack_tokens(tokens)
+        if self._prefetches is None:
+            return None
+        whole = packed[: len(packed) - len(packed) % self._tree.page_bytes]
+        match = self._match(self._path(whole, namespace), namespace)
+        first_page = match.num_pages + match.num_host_pages
+        return self._prefetches.start(match.host_node, first_page, whole)
+
+    def prefetch_done(self, prefetch: Prefetch) -> bool:
+        """Whether the request should go on with what there is, by the prefetch policy.
+
+        Under best_effort, and after a timeout, asking ends the prefetch.
+        """
+        return self._prefetches is None or self._prefetches.is_done(prefetch)
+
+    def cancel_prefetch(self, prefetch: Prefetch) -> None:
+        """The request is gone: nothing lands any more. Safe to call at any time."""
+        if self._prefetches is not None:
+            self._prefetches.cancel(prefetch)
+
+    def tick(self) -> None:
+        """Start what was submitted and land what arrived. Call it every step, idle or not.
+
+        Under tensor parallelism every rank calls it at the same step: it settles what arrived.
+        """
+        flights, prefetches, storage = self._flights, self._prefetches, self._storage
+        if self._transfers is not None:
+            self._transfers.start()
+        flying = flights.progress()
+        fetching = prefetches.progress() if prefetches is not None else []
+        lost = storage.take_lost() if storage is not None else []
+        agreed = self._agreement.least([*flying, *fetching, -len(lost)])
+        if agreed[-1] and storage is not None:
+            by_rank = self._agreement.gather(lost)
+            lost = list(dict.fromkeys(key for keys in by_rank for key in keys))
+            storage.note_lost(lost)
+        flights.settle(agreed[: len(flying)])
+        if prefetches is not None:
+            prefetches.settle(agreed[len(flying) : -1])
+        if storage is not None:
+            storage.retract(lost)
+            storage.submit()
+            storage.audit(self._clock())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Copies, writes and prefetches under way; 0: the next ticks will find nothing to do."""
+        waiting = self._storage.num_waiting if self._storage is not None else 0
+        return len(self._flights) + waiting + len(self._prefetches or ())
+
+    def settle(self, timeout_s: float) -> bool:
+        """Tick until nothing is under way. False when that did not come about in time.
+
+        For shutdown, tests and tools: it waits.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.tick()
+        while self.num_in_flight:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+            self.tick()
+        return True
+
+    def close(self) -> None:
+        """Stop the threads and close the storage. Bounded in time, safe to call twice."""
+        if self._prefetches is not None:
+            self._prefetches.close()
+        if self._transfers is not None:
+            self._transfers.close()
+        if self._storage is not None:
+            self._storage.backend.close()
 
     # -------------------------------------------------------------------------------- eviction
 
     def evict(self, num_pages: int) -> int:
         """Free `num_pages` unlocked device pages, from the leaves inwards; returns how many it freed.
 
-        A leaf larger than what is left to free loses only its last pages. Raises ValueError for a
-        negative number.
+        A leaf larger than what is left to free loses only its last pages. Under write_back, pages that
+        the host does not have are copied there first. Raises ValueError for a negative number.
         """
-        left = num_pages = operator.index(num_pages)
+        num_pages = operator.index(num_pages)
         if num_pages < 0:
             raise ValueError(f"num_pages: {num_pages} is negative")
-        while left:
-            node = self._evictable.pop()
-            if node is None:
-                break
-            if node.num_pages > left:
-                self._tree.split(node, node.num_pages - left)
-            left -= node.num_pages
-            self._drop_device(node)
-        return num_pages - left
+        return self._mover.evict(num_pages)
 
     def flush(self) -> None:
-        """Drop everything. Raises ValueError, with nothing changed, while a node is locked."""
-        if locked := self.num_protected:
-            raise ValueError(f"flush: {locked} pages are locked")
-        for node in self._tree.nodes():
-            if (pages := node.copies[Tier.DEVICE]) is not None:
-                self.device_pool.allocator.take_back(pages)
-        self._evictable.clear()
-        self._tree.clear()
-        self._residency.clear()
+        """Drop everything, on every tier, and delete from storage what this cache knows there.
 
-    def _drop_device(self, node: Node) -> None:
-        parent = node.parent
-        self.device_pool.allocator.take_back(self._residency.drop(node, Tier.DEVICE))
-        if not node.resident and not node.children:
-            self._tree.remove(node)
-        if parent is not None:
-            self._evictable.offer(parent)
+        What is under way comes to nothing. Raises ValueError, with nothing changed, while a node is
+        locked.
+        """
+        self._check_unlocked("flush")
+        reading = self._stop_movement()
+        for tier, allocator in self._tiered.allocators.items():
+            for node in self._tree.nodes():
+                copy = node.copies[tier]
+                if isinstance(copy, array):
+                    kept = reading if tier is Tier.HOST else ()
+                    allocator.take_back(array("q", (page for page in copy if page not in kept)))
+        self._tiered.clear()
+        if self._storage is not None:
+            self._storage.forget()
+
+    def reset_device(self) -> None:
+        """Drop all device copies; the other tiers keep theirs.
+
+        Copies under way between device and host come to nothing, and so do prefetches. Raises
+        ValueError, with nothing changed, while a node is locked.
+        """
+        self._check_unlocked("reset_device")
+        if self._prefetches is not None:
+            self._prefetches.cancel_all()
+        for flight in list(self._flights):
+            if flight.tier in (Tier.DEVICE, Tier.HOST) and not flight.abandoned:
+                self._flights.abandon(flight)
+        for node in self._from_the_leaves():
+            if node.copies[Tier.DEVICE] is not None:
+                self._tiered.drop(node, Tier.DEVICE)
+
+    def _stop_movement(self) -> set[int]:
+        """Let everything under way come to nothing. Host pages that storage is still reading stay
+        with its writes until those end, or it would store what comes after under a wrong key.
+        """
+        if self._prefetches is not None:
+            self._prefetches.cancel_all()
+        reading: set[int] = set()
+        for flight in self._flights:
+            if flight.abandoned:
+                continue
+            self._flights.abandon(flight)
+            if flight.tier not in (Tier.DEVICE, Tier.HOST):
+                flight.owned_tier, flight.owned = Tier.HOST, flight.source
+                reading.update(flight.source)
+        return reading
+
+    def _from_the_leaves(self) -> list[Node]:
+        """All nodes, children before parents."""
+        found: list[Node] = []
+        stack = list(self._tree.roots())
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            stack += node.children.values()
+        return [node for node in reversed(found) if not node.is_root]
 
     # ---------------------------------------------------------------------------------- events
 
@@ -294,13 +524,13 @@ class HiRadixCache:
 
     @property
     def num_protected(self) -> int:
-        """Those under a lock."""
+        """Those under a lock, a request's or that of a copy under way."""
         return self._residency.num_protected(Tier.DEVICE)
 
     @property
     def num_evictable(self) -> int:
         """Those not under a lock."""
-        return self.num_resident - self.num_protected
+        return self._tiered.num_evictable(Tier.DEVICE)
 
     @property
     def num_stored(self) -> int:
@@ -312,33 +542,75 @@ class HiRadixCache:
         """Device pages ever evicted; a flush counts as none."""
         return self._residency.num_dropped(Tier.DEVICE)
 
+    def stats(self) -> CacheStats:
+        """Counts since the start."""
+        resident, stored, dropped = (
+            {MEDIUM[tier]: count(tier) for tier in Tier}
+            for count in (
+                self._residency.num_resident,
+                self._residency.num_stored,
+                self._residency.num_dropped,
+            )
+        )
+        storage = self._storage.backend.stats if self._storage is not None else None
+        return CacheStats(
+            resident,
+            stored,
+            dropped,
+            self._flights.num_failed,
+            self._flights.num_abandoned,
+            storage,
+        )
+
     def resident_blocks(self) -> dict[StorageMedium, set[BlockHash]]:
         """The hashes of what each medium holds, computed from the tokens. O(pages): for checks."""
         found: dict[StorageMedium, set[BlockHash]] = {medium: set() for medium in StorageMedium}
+        for node, hashes in self._hashes():
+            for tier in Tier:
+                if node.copies[tier] is not None:
+                    found[MEDIUM[tier]].update(hashes)
+        return found
+
+    def resident_pages(self, tier: Tier) -> dict[BlockHash, int]:
+        """Where in its pool `tier`, DEVICE or HOST, has each block. O(pages): for checks."""
+        found: dict[BlockHash, int] = {}
+        for node, hashes in self._hashes():
+            if (copy := node.copies[tier]) is not None:
+                found.update(zip(hashes, copy, strict=True))
+        return found
+
+    def _hashes(self) -> Iterator[tuple[Node, list[BlockHash]]]:
         stack = [(root, chain_seed(root.namespace)) for root in self._tree.roots()]
         while stack:
             node, digest = stack.pop()
             seed = namespace_seed(node.namespace, self._hash_format)
             digests = list(block_digests(digest, TokenBytes(node.key), self.page_size))
-            for tier in Tier:
-                if node.copies[tier] is not None:
-                    found[MEDIUM[tier]].update(wire_hash(one, seed) for one in digests)
+            yield node, [wire_hash(one, seed) for one in digests]
             end = digests[-1] if digests else digest
             stack += [(child, end) for child in node.children.values()]
-        return found
 
     def violations(self) -> list[str]:
         """Every broken invariant, by number; empty when all is well. O(pages): for checks."""
         from hicache.violations import violations
 
-        return violations(self._tree, self._residency, self._evictable, self.device_pool.allocator)
+        return violations(self._tiered, self._flights, self._prefetches, self._storage)
 
     # ---------------------------------------------------------------------------------- inside
 
+    def _path(self, tokens: bytes, namespace: Namespace) -> list[Node]:
+        """The nodes that make up the known part of a prompt; splits the last if need be."""
+        path, _, partial, shared = self._tree.walk(tokens, namespace)
+        if partial is not None:
+            path.append(self._tree.split(partial, shared))
+        return path
+
     def _touch(self, path: list[Node]) -> None:
-        self._time += 1
+        self._tree.now += 1
+        now = self._tree.now
         for node in path:
-            node.last_access = self._time
+            node.last_access = now
+            for queue in self._tiered.queues.values():
+                queue.used(node)
 
     def _check_insert(self, whole: int, pages: PageIndices, first_page: int) -> PageIndices:
         if not 0 <= first_page <= whole:
@@ -352,8 +624,41 @@ class HiRadixCache:
         return pages
 
     def _check_held(self, node: Node) -> None:
+        if node.is_root:
+            return
         if node not in self._tree:
             raise ValueError(f"{node} is not in the cache any more")
+        if node.copies[Tier.DEVICE] is None and node.copies[Tier.HOST] is None:
+            raise ValueError(f"{node} is on neither device nor host any more")
+
+    def _check_unlocked(self, what: str) -> None:
+        if self._num_locks:
+            raise ValueError(f"{what}: {self._num_locks} locks are held")
+
+
+def _on_device(path: list[Node], partial: Node | None, shared: int) -> int:
+    """How many leading pages of a path the device has."""
+    count = 0
+    for node in path:
+        if node.copies[Tier.DEVICE] is None:
+            return count
+        count += node.num_pages
+    if partial is not None and partial.copies[Tier.DEVICE] is not None:
+        count += shared
+    return count
+
+
+def _check_pools(
+    device_pool: PagePool, host_pool: HostPool | None, storage: StorageBackend | None
+) -> None:
+    if host_pool is None:
+        if storage is not None:
+            raise ValueError("storage: needs a host_pool to read from and write to")
+        return
+    for field in ("page_size", "shape"):
+        device, host = getattr(device_pool, field), getattr(host_pool, field)
+        if device != host:
+            raise ValueError(f"host_pool: {field} {host}, the device pool has {device}")
 
 
 def _check_namespace(namespace: Namespace) -> None:

@@ -1,18 +1,25 @@
-"""The order in which leaves of a tier are evicted."""
+"""The order in which the leaves of a tier are evicted."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Protocol
 
 from hicache.node import Node
+from hicache.residency import protected
 from hicache.tier import Tier
 
-__all__ = ["LRU", "EvictionPolicy", "EvictionQueue"]
+__all__ = ["POLICIES", "EvictionPolicy", "EvictionQueue", "eviction_policy"]
+
+_HIGH = 64
 
 
 class EvictionPolicy(Protocol):
-    """Ranks nodes: the lowest goes first. A node's rank must not fall while it waits."""
+    """Ranks nodes: the lowest goes first."""
+
+    falls: bool
+    """Whether a use can lower a node's rank."""
 
     def rank(self, node: Node) -> int:
         """The node's rank now."""
@@ -21,15 +28,91 @@ class EvictionPolicy(Protocol):
 class LRU:
     """Least recently used first."""
 
+    falls = False
+
     def rank(self, node: Node) -> int:
         return node.last_access
+
+
+class MRU:
+    """Most recently used first."""
+
+    falls = True
+
+    def rank(self, node: Node) -> int:
+        return -node.last_access
+
+
+class LFU:
+    """Least often inserted first; among equals the least recently used."""
+
+    falls = False
+
+    def rank(self, node: Node) -> int:
+        return (node.hits << _HIGH) + node.last_access
+
+
+class FIFO:
+    """Oldest first."""
+
+    falls = False
+
+    def rank(self, node: Node) -> int:
+        return node.first_id
+
+
+class FILO:
+    """Newest first."""
+
+    falls = False
+
+    def rank(self, node: Node) -> int:
+        return -node.first_id
+
+
+class Priority:
+    """Lowest priority first; among equals the least recently used."""
+
+    falls = False
+
+    def rank(self, node: Node) -> int:
+        return (node.priority << _HIGH) + node.last_access
+
+
+class SLRU:
+    """Least recently used first, what was inserted only once before what was inserted again."""
+
+    falls = False
+
+    def rank(self, node: Node) -> int:
+        return (int(node.hits >= 2) << _HIGH) + node.last_access
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "fifo": FIFO,
+    "mru": MRU,
+    "filo": FILO,
+    "priority": Priority,
+    "slru": SLRU,
+}
+
+
+def eviction_policy(name: str) -> EvictionPolicy:
+    """The policy of that name. Raises ValueError for a name that is none."""
+    made = POLICIES.get(name)
+    if made is None:
+        raise ValueError(f"eviction_policy: {name!r} is none of {', '.join(POLICIES)}")
+    return made()
 
 
 class EvictionQueue:
     """The evictable nodes of one tier, lowest rank first.
 
-    An entry may be out of date: a touch does not move it. Its rank is looked at again when it comes
-    up, so a touch costs nothing, and a node has at most one entry.
+    An entry may be out of date. Where ranks only rise, its rank is looked at again when it comes up, so
+    a use costs nothing and a node has one entry. Where they fall, each use adds an entry, and those
+    that tell an old rank are thrown away.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy) -> None:
@@ -43,7 +126,7 @@ class EvictionQueue:
         return (
             node.copies[self._tier] is not None
             and not node.num_held[self._tier]
-            and not node.lock_ref
+            and not protected(node, self._tier)
         )
 
     def __contains__(self, node: Node) -> bool:
@@ -56,17 +139,27 @@ class EvictionQueue:
             self._queued.add(node)
             self._push(node)
 
+    def used(self, node: Node) -> None:
+        """Call when a node's rank may have changed."""
+        if self._policy.falls and node in self._queued:
+            self._push(node)
+            if len(self._heap) > 64 and len(self._heap) > 4 * len(self._queued):
+                self._rebuild()
+
     def pop(self) -> Node | None:
         """Take out the evictable node of the lowest rank; None when there is none."""
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)
+            if node not in self._queued:
+                continue
+            now = self._policy.rank(node)
             if not self.evictable(node):
                 self._queued.remove(node)
-            elif self._policy.rank(node) > rank:
-                self._push(node)
-            else:
+            elif now == rank:
                 self._queued.remove(node)
                 return node
+            elif not self._policy.falls:
+                self._push(node)
         return None
 
     def clear(self) -> None:
@@ -77,3 +170,12 @@ class EvictionQueue:
     def _push(self, node: Node) -> None:
         self._order += 1
         heapq.heappush(self._heap, (self._policy.rank(node), self._order, node))
+
+    def _rebuild(self) -> None:
+        nodes = sorted(
+            {node: order for _, order, node in self._heap}.items(), key=lambda one: one[1]
+        )
+        self._heap.clear()
+        for node, _ in nodes:
+            if node in self._queued:
+                self._push(node)

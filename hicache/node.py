@@ -8,10 +8,14 @@ from typing import TypeAlias
 from hicache.tier import NUM_TIERS
 from kvevents.namespace import Namespace
 
-__all__ = ["Node", "PageIndices"]
+__all__ = ["Copy", "Node", "PageIndices"]
 
 PageIndices: TypeAlias = "array[int]"
 """Page indices into a pool, an array of typecode q; torch.frombuffer views it as int64 for free."""
+
+Copy: TypeAlias = "PageIndices | range"
+"""A node's pages on a tier, one for each of its own. On a storage tier, whose pages have keys and no
+indices, a range of the right length."""
 
 
 class Node:
@@ -24,15 +28,22 @@ class Node:
     __slots__ = (
         "children",
         "copies",
+        "digests",
         "first_id",
+        "hits",
+        "host_pins",
+        "host_ref",
         "key",
         "last_access",
         "lock_ref",
+        "moves",
+        "moving",
         "namespace",
         "num_held",
         "num_pages",
         "parent",
         "pins",
+        "priority",
         "told",
     )
 
@@ -45,12 +56,24 @@ class Node:
         self.first_id = first_id
         self.namespace = namespace
         self.children: dict[bytes, Node] = {}
-        self.copies: list[PageIndices | None] = [None] * NUM_TIERS
+        self.copies: list[Copy | None] = [None] * NUM_TIERS
         self.num_held = [0] * NUM_TIERS
+        self.moving = 0
+        """A bit for each tier to which its pages are on their way."""
         self.pins = 0
-        """Locks on this very node; lock_ref counts those on its descendants too."""
+        self.moves = 0
+        """Locks on this very node, by requests and by what is on its way."""
         self.lock_ref = 0
+        """Those and its descendants'. Protects the device and the host copy."""
+        self.host_pins = 0
+        self.host_ref = 0
+        """The same, protecting the host copy alone."""
         self.last_access = 0
+        self.hits = 0
+        """Inserts that went through it."""
+        self.priority = 0
+        self.digests: bytes | None = None
+        """Its pages' 32-byte digests, once storage needed them."""
         self.told = 0
         """The telling in which its blocks were recorded."""
 

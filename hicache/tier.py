@@ -7,14 +7,24 @@ from typing import Final
 
 from kvevents.events import StorageMedium
 
-__all__ = ["MEDIUM", "NUM_TIERS", "Tier"]
+__all__ = ["MEDIUM", "NUM_TIERS", "STORAGE_TIERS", "Tier"]
 
 
 class Tier(IntEnum):
     """A level of the hierarchy, the fastest first."""
 
     DEVICE = 0
+    HOST = 1
+    DISK = 2
+    EXTERNAL = 3
 
 
-MEDIUM: Final = {Tier.DEVICE: StorageMedium.GPU}
+MEDIUM: Final = {
+    Tier.DEVICE: StorageMedium.GPU,
+    Tier.HOST: StorageMedium.CPU,
+    Tier.DISK: StorageMedium.DISK,
+    Tier.EXTERNAL: StorageMedium.EXTERNAL,
+}
+STORAGE_TIERS: Final = (Tier.DISK, Tier.EXTERNAL)
+"""Those whose pages are named by keys, not by indices into a pool."""
 NUM_TIERS: Final = len(Tier)

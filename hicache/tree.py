@@ -2,16 +2,18 @@
 
 T1  A node's key is one or more whole pages of tokens, and it is its parent's child under its first page.
 T2  Every page of the tree has a number of its own, its block id; a node's ids are consecutive.
-T3  A node's lock_ref is its own pins and its children's lock_refs together.
-T4  A split changes neither a page's id, lock nor copies.
+T3  A node's lock_ref is its own pins and moves and its children's lock_refs together; host_ref is its
+    own host_pins and its children's host_refs.
+T4  A split changes neither a page's id, lock, copies nor what is on its way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from hicache.node import Node
+from kvevents.hashing import DIGEST_BYTES
 from kvevents.namespace import Namespace
 from kvevents.tokens import TOKEN_BYTES
 
@@ -38,6 +40,10 @@ class RadixTree:
         self._roots: dict[Namespace, Node] = {}
         self._nodes: dict[Node, None] = {}
         self._next_id = 0
+        self.now = 0
+        """Counts uses; a new node was used now."""
+        self.on_split: Callable[[Node], None] | None = None
+        """Called with the upper part of each node that is split, if anybody has to know."""
 
     def __len__(self) -> int:
         """Nodes, without the roots."""
@@ -82,6 +88,7 @@ class RadixTree:
         """A new child below `parent`, with new ids. `key` is whole pages, the first not taken."""
         num_pages = len(key) // self.page_bytes
         node = Node(parent, key, num_pages, self._next_id, parent.namespace)
+        node.last_access = self.now
         self._next_id += num_pages
         if parent.is_root:
             self._roots[parent.namespace] = parent
@@ -97,7 +104,12 @@ class RadixTree:
         parent, cut = node.parent, num_pages * self.page_bytes
         assert parent is not None and 0 < num_pages < node.num_pages, "T1: a split inside a node"
         upper = Node(parent, node.key[:cut], num_pages, node.first_id, node.namespace)
-        upper.lock_ref, upper.last_access, upper.told = node.lock_ref, node.last_access, node.told
+        upper.lock_ref, upper.host_ref, upper.moving = node.lock_ref, node.host_ref, node.moving
+        upper.last_access, upper.hits, upper.priority = node.last_access, node.hits, node.priority
+        upper.told = node.told
+        if node.digests is not None:
+            at = num_pages * DIGEST_BYTES
+            upper.digests, node.digests = node.digests[:at], node.digests[at:]
         upper.copies = [copy if copy is None else copy[:num_pages] for copy in node.copies]
         upper.num_held = [int(copy is not None) for copy in node.copies]
         parent.children[node.key[: self.page_bytes]] = upper
@@ -108,7 +120,25 @@ class RadixTree:
         node.parent = upper
         upper.children[node.key[: self.page_bytes]] = node
         self._nodes[upper] = None
+        if self.on_split is not None:
+            self.on_split(upper)
         return upper
+
+    def stretch(self, node: Node, num_pages: int) -> list[Node]:
+        """The nodes that make up the `num_pages` pages ending with `node`, from the top.
+
+        Whatever was split since: a split leaves the end where it was. There must be a node boundary.
+        """
+        found = []
+        at: Node | None = node
+        while num_pages > 0:
+            assert at is not None, "T4: splits keep the end of a stretch"
+            found.append(at)
+            num_pages -= at.num_pages
+            at = at.parent
+        assert num_pages == 0, "T4: a stretch begins with a node"
+        found.reverse()
+        return found
 
     def remove(self, node: Node) -> None:
         """Take a childless node out; a root left without children goes too."""

@@ -25,6 +25,7 @@ from kvevents.namespace import BASE, Namespace
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, pack_tokens
 
 __all__ = [
+    "DIGEST_BYTES",
     "BlockHash",
     "HashFormat",
     "block_digests",
@@ -32,12 +33,14 @@ __all__ = [
     "canonical_hash",
     "chain_seed",
     "namespace_seed",
+    "page_key",
     "wire_hash",
 ]
 
 BlockHash = NewType("BlockHash", int)
 """A block's name on the wire: a signed 64-bit integer."""
 
+DIGEST_BYTES = 32
 _first_eight = struct.Struct(">q").unpack_from
 _SIGN = 1 << 63
 _WRAP = 1 << 64
@@ -87,6 +90,14 @@ def wire_hash(digest: bytes, seed: bytes | None) -> BlockHash:
     if seed is not None:
         digest = sha256(seed + digest[:8]).digest()
     return BlockHash(_first_eight(digest)[0])
+
+
+def page_key(digest: bytes, seed: bytes | None) -> bytes:
+    """The 32 bytes that name a block's page in storage: its digest, kept apart by `namespace_seed`.
+
+    What the digest alone does not tell apart, adapters and extra keys, must not share a page either.
+    """
+    return digest if seed is None else sha256(b"kvevents-page-key-v1" + seed + digest).digest()
 
 
 def block_hashes(

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from kvevents.errors import KVEventsError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.hashing import (
+    DIGEST_BYTES,
     BlockHash,
     HashFormat,
     block_digests,
@@ -34,7 +35,6 @@ from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds
 
 __all__ = ["Materializer"]
 
-_DIGEST = 32
 _BIT = {medium: 1 << i for i, medium in enumerate(StorageMedium)}
 
 
@@ -79,7 +79,7 @@ class _Run:
             self.space,
             self.parent_of(start),
             self.tokens[start * size : stop * size],
-            self.digests[start * _DIGEST : stop * _DIGEST],
+            self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES],
             self.hashes[start:stop],
             self.media[start:stop],
         )
@@ -142,7 +142,7 @@ class Materializer:
         else:
             run, offset = self._find(record.parent_id)
             space, parent_hash = run.space, BlockHash(run.hashes[offset])
-            parent_digest = run.digests[offset * _DIGEST : (offset + 1) * _DIGEST]
+            parent_digest = run.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
         digests = list(block_digests(parent_digest, TokenBytes(record.tokens), self._block_size))
         hashes = array("q", (wire_hash(digest, space.fold_seed) for digest in digests))
         media = bytearray([_BIT[record.medium]]) * count

@@ -1,0 +1,289 @@
+"""The cache's side of storage: what it wrote there, what it knows to be there, and what got lost.
+
+L1  A node has a copy on the storage tier exactly if the directory leads from its pages' keys to it.
+L2  Only what a write acknowledged, or what the store had at the start, is ever known to be there.
+L3  A page that is lost takes with it what is known of the pages below it: behind a hole storage has no
+    prefix to offer. What the store still has of them is found again when they are written again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+from hicache.agreement import Agreement
+from hicache.flight import Flight, Flights
+from hicache.node import Node
+from hicache.policy import HiCacheConfig
+from hicache.storage.backend import StorageBackend, StoredPage
+from hicache.tier import Tier
+from hicache.tiered import TieredTree
+from kvevents.hashing import (
+    DIGEST_BYTES,
+    HashFormat,
+    block_digests,
+    chain_seed,
+    namespace_seed,
+    page_key,
+)
+from kvevents.namespace import Namespace
+from kvevents.tokens import TokenBytes
+
+__all__ = ["StorageTier"]
+
+_PAGES_A_TICK = 256
+_PAUSE_TICKS = 100
+_AUDIT_PAGES = 256
+_MOST_WAITING = 4096
+
+
+class StorageTier:
+    """One store of pages below the host tier."""
+
+    def __init__(
+        self,
+        tiered: TieredTree,
+        flights: Flights,
+        backend: StorageBackend,
+        agreement: Agreement,
+        config: HiCacheConfig,
+        page_size: int,
+    ) -> None:
+        self._tiered, self._flights, self.backend = tiered, flights, backend
+        self._agreement, self._config, self._page_size = agreement, config, page_size
+        self.tier = backend.tier
+        self._directory: dict[bytes, Node] = {}
+        self._waiting: dict[Node, None] = {}
+        """Nodes that are to be written, the first to wait first."""
+        self._num_flying = 0
+        self._lost_unknown: set[bytes] = set()
+        """Lost while a write that may have stored them is not acknowledged yet."""
+        self._orphans: set[bytes] = set()
+        """Written, perhaps, but not known of: a flush is to delete them too."""
+        self._ticks = self._resume_at = 0
+        self._audited: Iterator[bytes] = iter(())
+        self._audit_at = 0.0
+        tiered.tree.on_split = self._split
+
+    # ------------------------------------------------------------------------------- the start
+
+    def restore(self, held: list[StoredPage]) -> None:
+        """Make nodes of what the store has from an earlier run. Nothing else is in the tree yet.
+
+        A page whose key is not that of its tokens is deleted, and so is what is below it.
+        """
+        common = {page.key for page in held}
+        common.intersection_update(*self._agreement.gather(list(common)))
+        below: dict[bytes | None, list[StoredPage]] = {}
+        for page in held:
+            if page.key in common:
+                below.setdefault(page.parent, []).append(page)
+        tree = self._tiered.tree
+        waiting = [(tree.root(page.namespace), page) for page in reversed(below.get(None, ()))]
+        while waiting:
+            parent, page = waiting.pop()
+            chain = [page]
+            while len(after := below.get(chain[-1].key, [])) == 1:
+                chain += after
+            node = self._restore_chain(
+                tree.root(page.namespace) if parent.is_root else parent, chain
+            )
+            if node is not None:
+                waiting += [(node, one) for one in reversed(after)]
+
+    def _restore_chain(self, parent: Node, chain: list[StoredPage]) -> Node | None:
+        tokens = b"".join(page.tokens for page in chain)
+        digests = b"".join(
+            block_digests(self.last_digest(parent), TokenBytes(tokens), self._page_size)
+        )
+        if page_keys(digests, parent.namespace) != [page.key for page in chain]:
+            self.backend.delete([page.key for page in chain])
+            return None
+        node = self._tiered.tree.add(parent, tokens)
+        node.digests = digests
+        self._tiered.store(node, self.tier, range(node.num_pages))
+        self._register(node)
+        return node
+
+    # --------------------------------------------------------------------------------- writing
+
+    def wanted(self, node: Node) -> None:
+        """The path to `node` is on the host and is to be written."""
+        if node.copies[self.tier] is None:
+            self._waiting[node] = None
+            if len(self._waiting) > _MOST_WAITING:  # a store that hangs: the next use asks again
+                del self._waiting[next(iter(self._waiting))]
+
+    def submit(self) -> None:
+        """Send off what waits, a bounded number of pages at a time."""
+        self._ticks += 1
+        if self._ticks < self._resume_at:
+            return
+        budget = _PAGES_A_TICK
+        while self._waiting and budget > 0 and self._num_flying < self._config.storage_queue_pages:
+            node = next(iter(self._waiting))
+            del self._waiting[node]
+            budget -= self._write(node)
+
+    def _write(self, node: Node) -> int:
+        """Write the path to `node` as far as it is neither stored nor under way; how many pages."""
+        stretch: list[Node] = []
+        at, bit = node, 1 << self.tier
+        while not at.is_root and at.copies[self.tier] is None and not at.moving & bit:
+            if at.parent is None or at.copies[Tier.HOST] is None:
+                return 0  # evicted since
+            stretch.append(at)
+            at = at.parent
+        if not stretch:
+            return 0
+        stretch.reverse()
+        source = array("q")
+        for one in stretch:
+            copy = one.copies[Tier.HOST]
+            assert isinstance(copy, array), "R2: the host has the path"
+            source += copy
+        pages = [page for one in stretch for page in self._stored_pages(one)]
+        self._tiered.hold_host(node)
+        job = self.backend.put(pages, source)
+        land = partial(self._land, [page.key for page in pages], job)
+        self._flights.leave(Flight(self.tier, node, source, range(len(source)), job, land))
+        self._num_flying += len(source)
+        return len(source)
+
+    def _land(
+        self, keys: list[bytes], job: Future[int], flight: Flight, nodes: list[Node], count: int
+    ) -> None:
+        """The store has the first `count` pages, but for those it lost again meanwhile."""
+        self._num_flying -= flight.num_pages
+        if flight.abandoned:
+            self._orphans.update(keys)
+        else:
+            known = next((i for i in range(count) if keys[i] in self._lost_unknown), count)
+            self._orphans.update(keys[known : job.result()])
+            for node in self._flights.place(flight, nodes, known):
+                self._register(node)
+            if count < flight.num_pages:
+                self._resume_at = self._ticks + _PAUSE_TICKS
+        self._tiered.release_host(flight.node)
+        if not self._num_flying:
+            self._lost_unknown.clear()
+
+    # --------------------------------------------------------------------------------- losing
+
+    def take_lost(self) -> list[bytes]:
+        """What this rank's store lost, to be settled with the others."""
+        return self.backend.take_lost()
+
+    def note_lost(self, keys: Iterable[bytes]) -> None:
+        """Pages that some rank lost, before the flights of the same moment land."""
+        if self._num_flying:
+            self._lost_unknown.update(key for key in keys if key not in self._directory)
+
+    def retract(self, keys: Iterable[bytes]) -> None:
+        """The same pages, afterwards: nobody is to believe in them any more (L3)."""
+        for key in keys:
+            node = self._directory.get(key)
+            if node is None:
+                continue
+            place = self.keys(node).index(key)
+            if place:
+                self._tiered.tree.split(node, place)
+            self._retract_below(node)
+
+    def _retract_below(self, node: Node) -> None:
+        found, stack = [], [node]
+        while stack:
+            at = stack.pop()
+            if at.copies[self.tier] is not None:
+                found.append(at)
+                stack += at.children.values()
+        for at in reversed(found):  # children first
+            for key in self.keys(at):
+                del self._directory[key]
+            self._tiered.drop(at, self.tier)
+
+    def audit(self, now: float) -> None:
+        """Have the store look at some of the pages it is believed to have, if it wants that."""
+        interval = self.backend.audit_interval_s
+        if interval is None or now < self._audit_at:
+            return
+        self._audit_at = now + interval
+        keys = [key for key, _ in zip(self._audited, range(_AUDIT_PAGES), strict=False)]
+        if len(keys) < _AUDIT_PAGES:
+            self._audited = iter(list(self._directory))
+        if keys:
+            self.backend.audit(keys)
+
+    def forget(self) -> None:
+        """The tree was cleared: delete from the store what was, or may have been, known to be there."""
+        keys = [*self._directory, *self._orphans]
+        self._directory.clear()
+        self._orphans.clear()
+        self._waiting.clear()
+        if keys:
+            self.backend.delete(keys)
+
+    # ------------------------------------------------------------------------------------ keys
+
+    def digests(self, node: Node) -> bytes:
+        """The digests of a node's pages, computed once."""
+        path = []
+        at = node
+        while at.digests is None and not at.is_root:
+            path.append(at)
+            assert at.parent is not None
+            at = at.parent
+        parent = at.digests[-DIGEST_BYTES:] if at.digests else chain_seed(node.namespace)
+        for one in reversed(path):
+            one.digests = b"".join(block_digests(parent, TokenBytes(one.key), self._page_size))
+            parent = one.digests[-DIGEST_BYTES:]
+        return node.digests or b""
+
+    def keys(self, node: Node) -> list[bytes]:
+        """The keys of a node's pages."""
+        return page_keys(self.digests(node), node.namespace)
+
+    def last_digest(self, node: Node) -> bytes:
+        """What the digest of a page after `node` follows."""
+        if node.is_root:
+            return chain_seed(node.namespace)
+        return self.digests(node)[-DIGEST_BYTES:]
+
+    def _stored_pages(self, node: Node) -> Iterator[StoredPage]:
+        assert node.parent is not None
+        above = None if node.parent.is_root else self.keys(node.parent)[-1]
+        size = len(node.key) // node.num_pages
+        for i, key in enumerate(self.keys(node)):
+            yield StoredPage(key, above, node.namespace, node.key[i * size : (i + 1) * size])
+            above = key
+
+    def _register(self, node: Node) -> None:
+        for key in self.keys(node):
+            self._directory[key] = node
+            self._orphans.discard(key)
+
+    def _split(self, upper: Node) -> None:
+        if upper.copies[self.tier] is not None:
+            for key in self.keys(upper):
+                self._directory[key] = upper
+
+    @property
+    def num_waiting(self) -> int:
+        """Nodes that are still to be written, unless the store is being given a rest."""
+        return len(self._waiting) if self._ticks >= self._resume_at else 0
+
+    @property
+    def directory(self) -> dict[bytes, Node]:
+        """Key to node, for checks."""
+        return self._directory
+
+
+def page_keys(digests: bytes, namespace: Namespace) -> list[bytes]:
+    """The keys of pages, from their digests one after the other."""
+    seed = namespace_seed(namespace, HashFormat.SGLANG)
+    return [
+        page_key(digests[at : at + DIGEST_BYTES], seed)
+        for at in range(0, len(digests), DIGEST_BYTES)
+    ]

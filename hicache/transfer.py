@@ -1,0 +1,235 @@
+"""Copies between device and host pages, in the background.
+
+X1  A copy reads its source no earlier than `start`, and after what the device was computing then.
+X2  A job that says done has filled every page it was given; a job that failed may have filled some.
+X3  Until a job is done or failed, its destination is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from array import array
+from collections.abc import Iterable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hicache.background import BackgroundThread
+from hicache.node import PageIndices
+from hicache.pool import HostPool, PagePool
+from hicache.tier import Tier
+
+__all__ = ["CpuTransfers", "CudaTransfers", "TransferJob", "Transfers", "transfers_for"]
+
+_LOOK_S = 20e-6
+
+
+class TransferJob(Protocol):
+    """One submitted copy."""
+
+    def poll(self) -> bool | None:
+        """True when done, False when failed, None while under way."""
+
+
+class Transfers(Protocol):
+    """The copier of one device pool and one host pool."""
+
+    def submit(
+        self, target: Tier, device_pages: PageIndices, host_pages: PageIndices
+    ) -> TransferJob:
+        """Copy to the pages of `target`, DEVICE or HOST, from as many of the other, in order."""
+
+    def start(self) -> None:
+        """Begin what was submitted, as one batch for each target."""
+
+    def wait(self, jobs: Iterable[TransferJob], timeout_s: float) -> None:
+        """Start, and return when all are done or failed, or after `timeout_s`."""
+
+    def close(self) -> None:
+        """End the copying; jobs not begun fail. Safe to call twice."""
+
+
+def transfers_for(device_pool: PagePool, host_pool: HostPool) -> Transfers:
+    """What fits the device of the pool."""
+    if device_pool.device.type == "cuda":
+        return CudaTransfers(device_pool, host_pool)
+    return CpuTransfers(device_pool, host_pool)
+
+
+class _Batch(NamedTuple):
+    """Copies to the same target, joined."""
+
+    device_pages: PageIndices
+    host_pages: PageIndices
+
+    def part(self, start: int, stop: int) -> _Batch:
+        return _Batch(self.device_pages[start:stop], self.host_pages[start:stop])
+
+
+class _CpuJob:
+    __slots__ = ("future",)
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def poll(self) -> bool | None:
+        if not self.future.done():
+            return None
+        return not self.future.cancelled() and self.future.exception() is None
+
+
+class CpuTransfers:
+    """For a device pool in main memory: a thread copies, and torch's copies release the GIL."""
+
+    def __init__(self, device_pool: PagePool, host_pool: HostPool) -> None:
+        self._device, self._host = device_pool, host_pool
+        self._thread = BackgroundThread("kv-transfers")
+        self._submitted: list[tuple[_CpuJob, Tier, _Batch]] = []
+
+    def submit(
+        self, target: Tier, device_pages: PageIndices, host_pages: PageIndices
+    ) -> TransferJob:
+        job = _CpuJob()
+        self._submitted.append((job, target, _Batch(device_pages, host_pages)))
+        return job
+
+    def start(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        for target in (Tier.HOST, Tier.DEVICE):
+            jobs = [job for job, to, _ in submitted if to is target]
+            if jobs:
+                batch = _joined(batch for _, to, batch in submitted if to is target)
+                future = self._thread.submit(self._copy, target, batch)
+                for job in jobs:
+                    job.future = future
+
+    def wait(self, jobs: Iterable[TransferJob], timeout_s: float) -> None:
+        self.start()
+        wait_for({job.future for job in jobs if isinstance(job, _CpuJob)}, timeout_s)
+
+    def close(self) -> None:
+        self.start()
+        self._thread.close()
+
+    def _copy(self, target: Tier, batch: _Batch) -> None:
+        device, host = self._device.index(batch.device_pages), self._host.index(batch.host_pages)
+        for plane, raw in enumerate(self._device.raw):
+            beside = self._host.raw[:, plane]
+            if target is Tier.HOST:
+                beside.index_copy_(0, host, raw.index_select(0, device))
+            else:
+                raw.index_copy_(0, device, beside.index_select(0, host))
+
+
+class _CudaJob:
+    __slots__ = ("event", "failed")
+
+    def __init__(self) -> None:
+        self.event: Any = None
+        self.failed = False
+
+    def poll(self) -> bool | None:
+        if self.failed:
+            return False
+        if self.event is None:
+            return None
+        try:
+            return True if self.event.query() else None
+        except RuntimeError:
+            return False
+
+
+class CudaTransfers:
+    """For a CUDA device: a stream for each direction, pinned host pages.
+
+    A batch's pages are gathered on the device into a buffer that has the host's layout, `chunk_pages`
+    at a time, and each is copied from there as one run of bytes; the other way round alike. The copy
+    engines move them while the compute stream goes on.
+    """
+
+    def __init__(
+        self, device_pool: PagePool, host_pool: HostPool, *, chunk_pages: int = 32
+    ) -> None:
+        self._device, self._host = device_pool, host_pool
+        self._chunk = chunk_pages
+        size = (chunk_pages, *host_pool.raw.shape[1:])
+        self._streams, self._staging = {}, {}
+        for target in (Tier.HOST, Tier.DEVICE):
+            stream = self._streams[target] = torch.cuda.Stream(device_pool.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                self._staging[target] = torch.empty(
+                    size, dtype=torch.uint8, device=device_pool.device
+                )
+        self._submitted: list[tuple[_CudaJob, Tier, _Batch]] = []
+
+    def submit(
+        self, target: Tier, device_pages: PageIndices, host_pages: PageIndices
+    ) -> TransferJob:
+        job = _CudaJob()
+        self._submitted.append((job, target, _Batch(device_pages, host_pages)))
+        return job
+
+    def start(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        for target in (Tier.HOST, Tier.DEVICE):
+            jobs = [job for job, to, _ in submitted if to is target]
+            if jobs:
+                batch = _joined(batch for _, to, batch in submitted if to is target)
+                event = self._launch(target, batch)
+                for job in jobs:
+                    job.event, job.failed = event, event is None
+
+    def wait(self, jobs: Iterable[TransferJob], timeout_s: float) -> None:
+        """The driver has no wait with a deadline, so this looks again and again."""
+        self.start()
+        deadline = time.monotonic() + timeout_s
+        for job in jobs:
+            while job.poll() is None and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        for job, _, _ in self._submitted:
+            job.failed = True
+        self._submitted.clear()
+        for stream in self._streams.values():
+            with contextlib.suppress(RuntimeError):
+                stream.synchronize()
+
+    def _launch(self, target: Tier, batch: _Batch) -> Any:
+        """The event after the last copy; None when one could not be launched."""
+        stream = self._streams[target]
+        stream.wait_stream(torch.cuda.current_stream(self._device.device))  # X1
+        with torch.cuda.stream(stream):
+            try:
+                for start in range(0, len(batch.host_pages), self._chunk):
+                    self._copy(target, batch.part(start, start + self._chunk))
+            except RuntimeError:
+                with contextlib.suppress(RuntimeError):
+                    stream.synchronize()  # X3: nothing is written any more
+                return None
+            return stream.record_event()
+
+    def _copy(self, target: Tier, batch: _Batch) -> None:
+        index, staging = self._device.index(batch.device_pages), self._staging[target]
+        count = len(batch.host_pages)
+        if target is Tier.HOST:
+            for plane, raw in enumerate(self._device.raw):
+                staging[:count, plane] = raw.index_select(0, index)
+            for place, page in enumerate(batch.host_pages):
+                self._host.raw[page].copy_(staging[place], non_blocking=True)
+        else:
+            for place, page in enumerate(batch.host_pages):
+                staging[place].copy_(self._host.raw[page], non_blocking=True)
+            for plane, raw in enumerate(self._device.raw):
+                raw.index_copy_(0, index, staging[:count, plane])
+
+
+def _joined(batches: Iterable[_Batch]) -> _Batch:
+    device, host = array("q"), array("q")
+    for batch in batches:
+        device += batch.device_pages
+        host += batch.host_pages
+    return _Batch(device, host)
