@@ -20,6 +20,7 @@ from hicache.transfer import TransferJob
 
 __all__ = ["ABANDON", "PENDING", "Flight", "Flights"]
 
+_LOOKED_AT = 64
 PENDING = 0
 ABANDON = -1
 """Progress of a flight; 1 and more: it ended, and one less arrived, counted from the front."""
@@ -101,16 +102,20 @@ class Flights:
         self._flights.append(flight)
 
     def progress(self) -> list[int]:
-        """Of each, as this rank sees it."""
+        """Of those that left first, as this rank sees it: what was sent first arrives first, mostly."""
         now = self.clock()
-        return [flight.progress(now) for flight in self._flights]
+        return [flight.progress(now) for flight in self._flights[:_LOOKED_AT]]
 
     def settle(self, progress: list[int]) -> None:
         """Land or end what the ranks agree has arrived; `progress` as agreed, in order."""
-        flights, self._flights = self._flights, []
-        for flight, arrived in zip(flights, progress, strict=True):
-            if not self._settle(flight, arrived):
-                self._flights.append(flight)
+        flights = self._flights[: len(progress)]
+        left = [
+            flight
+            for flight, arrived in zip(flights, progress, strict=True)
+            if not self._settle(flight, arrived)
+        ]
+        if len(left) < len(flights):
+            self._flights[: len(flights)] = left
 
     def settle_some(self, flights: list[Flight], progress: list[int]) -> None:
         """The same for some of them."""

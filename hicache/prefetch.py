@@ -153,15 +153,13 @@ class Prefetches:
     def start(self, base: Node, first_page: int, tokens: bytes) -> Prefetch | None:
         """Fetch what follows `base`, the first `first_page` pages of `tokens`, which are whole pages.
 
-        None when too little follows, too much is under way, or the prefix cannot be brought to the host.
+        None when too little follows, or too much is under way.
         """
         num_tokens = len(tokens) // TOKEN_BYTES - first_page * self._page_size
         num_pages = num_tokens // self._page_size
         if num_pages < 1 or num_tokens < self._config.prefetch_threshold:
             return None
         if self._running and self.num_busy_pages + num_pages > self._most_pages:
-            return None
-        if not self._mover.backup(base):
             return None
         most = (first_page + self._most_pages) * self._page_size * TOKEN_BYTES
         patience = (
@@ -224,7 +222,7 @@ class Prefetches:
 
     def _go_on(self, one: Prefetch, result: int) -> None:
         match one.state:
-            case _State.LOOKING if result and (pages := self._tiered.take_host(result)):
+            case _State.LOOKING if result and (pages := self._room_for(one, result)):
                 one.pages, one.state = pages, _State.READING
                 one.job = self._reading.submit(one.read, self._storage.backend)
             case _State.LOOKING:
@@ -237,6 +235,10 @@ class Prefetches:
                 self._end(one)
             case _:
                 self._end(one)
+
+    def _room_for(self, one: Prefetch, num_pages: int) -> PageIndices | None:
+        """Host pages, once the prefix is on the host or on its way there: it holds what comes below."""
+        return self._tiered.take_host(num_pages) if self._mover.backup(one.base) else None
 
     def _end(self, one: Prefetch) -> None:
         """Nobody writes to its pages any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -20,9 +21,13 @@ def say(**fields: Any) -> None:
 
 
 class ParentPipe:
-    """The parent's lines. Its end, however the parent ends, is the end of this process at once."""
+    """The parent's lines. Its end, however the parent ends, is the end of this process at once.
+
+    `on_end`: what is to be done even then.
+    """
 
     def __init__(self) -> None:
+        self.on_end: Callable[[], object] = lambda: None
         self._lines: SimpleQueue[Any] = SimpleQueue()
         Thread(target=self._read, daemon=True).start()
 
@@ -40,4 +45,5 @@ class ParentPipe:
             *lines, partial = (partial + data).split(b"\n")
             for line in lines:
                 self._lines.put(msgspec.json.decode(line))
+        self.on_end()
         os._exit(0)

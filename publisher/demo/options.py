@@ -13,6 +13,9 @@ __all__ = [
     "ANY_PORT",
     "BUNDLED_TRACE",
     "KV_BYTES_PER_TOKEN",
+    "STORAGES",
+    "TEMPORARY",
+    "WRITE_POLICIES",
     "DemoOptions",
     "add_options",
     "read_options",
@@ -21,6 +24,11 @@ __all__ = [
 BUNDLED_TRACE = Path(__file__).parent / "data" / "conversation_trace.jsonl.gz"
 KV_BYTES_PER_TOKEN = 64
 """Two layers, one head of four float32, K and V: real pages, small enough for any machine."""
+
+TEMPORARY = "kvevents-demo-"
+"""How the folder of a store begins that nobody asked for."""
+STORAGES = ("file", "mooncake", "none")
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 
 _MAX_PAGE_SIZE = 8192
 _MAX_POOL_BYTES = 8 << 30
@@ -43,6 +51,14 @@ class DemoOptions(msgspec.Struct, frozen=True):
     trace: str
     requests: int
     device_pages: int
+    host_pages: int
+    """0: no host tier."""
+    storage: str
+    storage_dir: str
+    """Empty: a folder that goes away with the demo."""
+    mooncake_master: str
+    """Empty: one that the demo starts."""
+    write_policy: str
     page_size: int
     endpoint: str
     replay_endpoint: str
@@ -53,7 +69,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
     @property
     def buffer_steps(self) -> int:
         """Batches the sidecar retains: few enough that the log has rolled when the router comes."""
-        return max(1, min(256, self.requests // 8))
+        return max(1, min(256, self.requests // 32))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +86,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device-pages", type=int, default=16_384, metavar="N", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--host-pages",
+        type=int,
+        metavar="N",
+        help="pages of the host tier; default: twice the device's; 0: no host tier",
+    )
+    parser.add_argument(
+        "--storage",
+        choices=STORAGES,
+        help="the tier below the host; default: file, or none without a host tier",
+    )
+    parser.add_argument(
+        "--storage-dir",
+        metavar="DIR",
+        help="keep the file store there: a second run starts with what the first one left; default:"
+        " a temporary folder",
+    )
+    parser.add_argument(
+        "--mooncake-master",
+        metavar="HOST:PORT",
+        help="default: one started for the demo",
+    )
+    parser.add_argument(
+        "--write-policy",
+        choices=WRITE_POLICIES,
+        default=WRITE_POLICIES[0],
+        help="when pages are copied to the tiers below; default %(default)s",
     )
     parser.add_argument(
         "--page-size",
@@ -92,19 +136,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def read_options(options: argparse.Namespace) -> DemoOptions:
     """Raises ConfigError naming the option, its value and the bound."""
-    for name, value, high in (
-        ("--requests", options.requests, 10_000_000),
-        ("--page-size", options.page_size, _MAX_PAGE_SIZE),
-        ("--device-pages", options.device_pages, 1 << 30),
+    host_pages = 2 * options.device_pages if options.host_pages is None else options.host_pages
+    for name, value, low, high in (
+        ("--requests", options.requests, 1, 10_000_000),
+        ("--page-size", options.page_size, 1, _MAX_PAGE_SIZE),
+        ("--device-pages", options.device_pages, 1, 1 << 30),
+        ("--host-pages", host_pages, 0, 1 << 31),
     ):
-        if not 1 <= value <= high:
-            raise ConfigError(f"{name}: {value} is not in 1..{high}")
-    pool = options.device_pages * options.page_size * KV_BYTES_PER_TOKEN
-    if pool > _MAX_POOL_BYTES:
-        raise ConfigError(
-            f"--device-pages: {options.device_pages} pages of {options.page_size} tokens need"
-            f" {pool} bytes, above {_MAX_POOL_BYTES}"
-        )
+        if not low <= value <= high:
+            raise ConfigError(f"{name}: {value} is not in {low}..{high}")
+    for name, value in (("--device-pages", options.device_pages), ("--host-pages", host_pages)):
+        pool = value * options.page_size * KV_BYTES_PER_TOKEN
+        if pool > _MAX_POOL_BYTES:
+            raise ConfigError(
+                f"{name}: {value} pages of {options.page_size} tokens need {pool} bytes, above"
+                f" {_MAX_POOL_BYTES}"
+            )
+    storage = options.storage or ("file" if host_pages else "none")
+    if storage != "none" and not host_pages:
+        raise ConfigError(f"--storage: {storage} needs a host tier, and --host-pages is 0")
+    for name, value, needed in (
+        ("--storage-dir", options.storage_dir, "file"),
+        ("--mooncake-master", options.mooncake_master, "mooncake"),
+    ):
+        if value is not None and storage != needed:
+            raise ConfigError(f"{name}: {value} needs --storage {needed}, which is {storage}")
     for name, endpoint in (
         ("--endpoint", options.endpoint),
         ("--replay-endpoint", options.replay_endpoint),
@@ -117,6 +173,11 @@ def read_options(options: argparse.Namespace) -> DemoOptions:
         trace=options.trace,
         requests=options.requests,
         device_pages=options.device_pages,
+        host_pages=host_pages,
+        storage=storage,
+        storage_dir=options.storage_dir or "",
+        mooncake_master=options.mooncake_master or "",
+        write_policy=options.write_policy,
         page_size=options.page_size,
         endpoint=options.endpoint or _default_endpoint(_PORT, options.replay_endpoint),
         replay_endpoint=options.replay_endpoint

@@ -8,6 +8,7 @@ from typing import Any
 __all__ = ["bar", "difference", "json_summary", "text_summary"]
 
 _SHOWN = 10
+_VERDICTS = {True: "yes", False: "NO", None: "unknown, the router ended"}
 Blocks = Mapping[str, list[str]]
 
 
@@ -37,17 +38,23 @@ def json_summary(worker: Mapping[str, Any], router: Mapping[str, Any] | None) ->
     """The summary as one object. `view_equal` is null when there was no router to ask."""
     summary = dict(worker["summary"])
     summary["events_per_s"] = round(summary["events"] / max(1e-9, summary["seconds"]), 1)
+    tiers = summary["tiers"] = {medium: dict(of) for medium, of in summary["tiers"].items()}
     if router is None:
         unknown = dict.fromkeys(("gaps", "replayed", "lost", "router_blocks", "view_equal"))
+        for of in tiers.values():
+            of["view_equal"] = None
         return {**summary, **unknown}
+    view, blocks = router["view"], worker["blocks"]
+    for medium, of in tiers.items():
+        of["view_equal"] = set(blocks[medium]) == set(view.get(medium, ()))
     return {
         **summary,
         "joined_at": router["joined_at"],
         "gaps": router["gaps"],
         "replayed": router["replayed"],
         "lost": router["lost"],
-        "router_blocks": sum(len(held) for held in router["view"].values()),
-        "view_equal": not difference(worker["blocks"], router["view"]),
+        "router_blocks": sum(len(held) for held in view.values()),
+        "view_equal": not difference(blocks, view),
     }
 
 
@@ -56,12 +63,16 @@ def text_summary(summary: Mapping[str, Any], buffer_steps: int) -> Iterator[str]
     rows = {
         "requests": f"{summary['requests']:,} in {summary['seconds']:.1f} s",
         "hit rate": f"{summary['hit_rate']:.1%} of the prompts' pages",
-        "blocks": f"{summary['stored_blocks']:,} stored, {summary['removed_blocks']:,} removed",
+        **{medium: _tier(of) for medium, of in summary["tiers"].items()},
         "events": f"{summary['events']:,} in {summary['batches']:,} batches,"
         f" {summary['events_per_s']:,.0f} a second",
         "publish cost": f"{summary['publish_us_p50']:.0f} µs p50, {summary['publish_us_p99']:.0f} µs"
-        " p99 a request, on the worker's thread",
+        " p99 a step, on the worker's thread",
     }
+    if summary["restored_blocks"]:
+        rows["store"] = f"{summary['restored_blocks']:,} blocks from an earlier run"
+    if summary["storage_error"]:
+        rows["store failed"] = summary["storage_error"]
     if summary["too_large"]:
         rows["too large"] = f"{summary['too_large']:,} requests did not fit on the device"
     if summary["refused"]:
@@ -76,8 +87,15 @@ def text_summary(summary: Mapping[str, Any], buffer_steps: int) -> Iterator[str]
             f"joined at seq {summary['joined_at']} (the log keeps {buffer_steps});"
             f" {summary['gaps']} gaps, {summary['replayed']:,} replayed, {summary['lost']} lost"
         )
-    verdict = {True: "yes", False: "NO", None: "unknown, the router ended"}[summary["view_equal"]]
-    compared = f" ({summary['resident_blocks']:,} blocks compared)" if summary["view_equal"] else ""
     for name, text in rows.items():
         yield f"{name:<14} {text}"
+    verdict = _VERDICTS[summary["view_equal"]]
+    compared = f" ({summary['resident_blocks']:,} blocks compared)" if summary["view_equal"] else ""
     yield f"router view == cache: {verdict}{compared}"
+
+
+def _tier(of: Mapping[str, Any]) -> str:
+    return (
+        f"{of['hits']:6.1%} hits, {of['resident']:>7,} resident, {of['stored']:>7,} stored,"
+        f" {of['removed']:>7,} removed; router view equal: {_VERDICTS[of['view_equal']]}"
+    )

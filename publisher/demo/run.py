@@ -7,14 +7,16 @@ import os
 import selectors
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from publisher.demo.options import DemoOptions
+from publisher.demo.options import TEMPORARY, DemoOptions
 from publisher.demo.report import bar, difference, json_summary, text_summary
 from publisher.demo.trace import read_trace
 
@@ -39,14 +41,16 @@ def run_demo(options: DemoOptions) -> int:
     options = msgspec.structs.replace(
         options, requests=len(read_trace(Path(options.trace), options.requests))
     )
-    demo = _Demo(options)
-    try:
-        worker, router = demo.run()
-    except DemoError as error:
-        print(f"kvevents demo: {error}", file=sys.stderr)
-        return 2
-    finally:
-        demo.end()
+    with _store_folder(options) as folder:
+        options = msgspec.structs.replace(options, storage_dir=folder)
+        demo = _Demo(options)
+        try:
+            worker, router = demo.run()
+        except DemoError as error:
+            print(f"kvevents demo: {error}", file=sys.stderr)
+            return 2
+        finally:
+            demo.end()
     summary = json_summary(worker, router)
     if options.as_json:
         print(msgspec.json.encode(summary).decode())
@@ -64,6 +68,16 @@ def run_demo(options: DemoOptions) -> int:
     for line in problems:
         print(line, file=sys.stderr)
     return 1
+
+
+@contextlib.contextmanager
+def _store_folder(options: DemoOptions) -> Iterator[str]:
+    """Where a file store is; a folder of its own goes away."""
+    if options.storage != "file" or options.storage_dir:
+        yield options.storage_dir
+        return
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
 class _Child:
