@@ -48,8 +48,10 @@ class HiCacheConfig:
     """Host pages that all prefetches together may be filling; None: half of the host pool."""
     transfer_timeout_s: float = 30.0
     """After this a copy counts as failed. Its pages stay out of use until it ends."""
-    storage_queue_pages: int = 1024
-    """Pages on their way to storage at most; their host pages cannot be evicted meanwhile."""
+    storage_queue_pages: int | None = None
+    """Pages on their way to storage at most, but for one path; their host pages cannot be evicted
+    meanwhile. None: a quarter of the host pool.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(

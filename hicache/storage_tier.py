@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 
 from hicache.agreement import Agreement
 from hicache.flight import Flight, Flights
@@ -52,12 +53,14 @@ class StorageTier:
         page_size: int,
     ) -> None:
         self._tiered, self._flights, self.backend = tiered, flights, backend
-        self._agreement, self._config, self._page_size = agreement, config, page_size
+        self._agreement, self._page_size = agreement, page_size
         self.tier = backend.tier
         self._directory: dict[bytes, Node] = {}
         self._waiting: dict[Node, None] = {}
         """Nodes that are to be written, the first to wait first."""
         self._num_flying = 0
+        host_pages = tiered.allocators[Tier.HOST].num_pages
+        self._most_flying = config.storage_queue_pages or max(1, host_pages // 4)
         self._lost_unknown: set[bytes] = set()
         """Lost while a write that may have stored them is not acknowledged yet."""
         self._orphans: set[bytes] = set()
@@ -122,7 +125,7 @@ class StorageTier:
         if self._ticks < self._resume_at:
             return
         budget = _PAGES_A_TICK
-        while self._waiting and budget > 0 and self._num_flying < self._config.storage_queue_pages:
+        while self._waiting and budget > 0 and self._num_flying < self._most_flying:
             node = next(iter(self._waiting))
             del self._waiting[node]
             budget -= self._write(node)
@@ -161,7 +164,8 @@ class StorageTier:
             self._orphans.update(keys)
         else:
             known = next((i for i in range(count) if keys[i] in self._lost_unknown), count)
-            self._orphans.update(keys[known : job.result()])
+            written = 0 if job.cancelled() else job.result()
+            self._orphans.update(keys[known:written])
             for node in self._flights.place(flight, nodes, known):
                 self._register(node)
             if count < flight.num_pages:
@@ -210,7 +214,7 @@ class StorageTier:
         if interval is None or now < self._audit_at:
             return
         self._audit_at = now + interval
-        keys = [key for key, _ in zip(self._audited, range(_AUDIT_PAGES), strict=False)]
+        keys = list(islice(self._audited, _AUDIT_PAGES))
         if len(keys) < _AUDIT_PAGES:
             self._audited = iter(list(self._directory))
         if keys:

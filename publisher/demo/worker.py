@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ __all__ = ["main"]
 
 _REPORT_EVERY_S = 0.1
 _FLUSH_S = 30.0
+_REMOVALS = 50
 _UNSETTLED = "copies between the tiers did not end in time"
 
 
@@ -29,7 +31,7 @@ def main() -> int:
     parent = ParentPipe()
     options = msgspec.convert(parent.wait(), DemoOptions)
     if Path(options.storage_dir).name.startswith(TEMPORARY):
-        parent.on_end = lambda: shutil.rmtree(options.storage_dir, ignore_errors=True)
+        parent.on_end = lambda: remove_folder(Path(options.storage_dir))
     requests = read_trace(Path(options.trace), options.requests)
     try:
         engine = Engine(options)
@@ -137,6 +139,17 @@ def start_sidecar(options: DemoOptions) -> Sidecar:
         movable = tuple(other for other in options.movable if other != key)
         moved = {key: ANY_PORT, "movable": movable}
     return start_sidecar(msgspec.structs.replace(options, **moved))
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove it from under the thread that still writes there."""
+    doomed = folder.with_name(f"{folder.name}-doomed")
+    for _ in range(_REMOVALS):
+        with contextlib.suppress(OSError):
+            folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+        if not folder.exists() and not doomed.exists():
+            break
 
 
 def _as_option(reason: str) -> str:

@@ -245,7 +245,9 @@ def kvevents(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedPr
 
 
 @contextlib.contextmanager
-def start_kvevents(tag: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def start_kvevents(
+    tag: str, *arguments: str, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     """Start the command; whatever bears its tag is ended when the test is over."""
     process = subprocess.Popen(
         [sys.executable, "-m", "publisher.cli", *arguments],
@@ -253,7 +255,7 @@ def start_kvevents(tag: str, *arguments: str) -> Iterator[subprocess.Popen[str]]
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**ENVIRONMENT, "KVEVENTS_TEST": tag},
+        env={**ENVIRONMENT, **environment, "KVEVENTS_TEST": tag},
     )
     try:
         yield process

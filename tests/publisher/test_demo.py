@@ -100,9 +100,12 @@ def test_evictions_do_not_deceive_the_router(page_size: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     found = summary_of(done)
     assert found["view_equal"] is True
-    assert found["removed_blocks"] > 1000
-    assert found["resident_blocks"] <= 300
-    assert found["wrong_pages"] == 0
+    device, host, disk = (found["tiers"][medium] for medium in ("GPU", "CPU_PINNED", "DISK"))
+    assert device["removed"] > 1000 and device["resident"] <= 300
+    assert host["removed"] > 300 and host["resident"] <= 600
+    assert disk["stored"] > 300
+    assert all(of["view_equal"] is True for of in found["tiers"].values())
+    assert (found["wrong_pages"], found["failed_transfers"]) == (0, 0)
 
 
 @pytest.mark.integration
@@ -119,13 +122,81 @@ def test_a_trace_with_next_to_nothing_in_it(tmp_path: Path, tag: str) -> None:
     with start_kvevents(tag, "demo", "--trace", str(trace), *FREE_PORTS) as process:
         out, err = process.communicate(timeout=60.0)
         assert (process.returncode, err) == (0, "")
-        assert "router view == cache: yes (1 blocks compared)" in out
+        assert "router view == cache: yes (3 blocks compared)" in out
         assert "requests       3 in" in out
         first = out.splitlines()[0]
         assert re.fullmatch(
             r"publishes on tcp://127.0.0.1:\d+, replays on tcp://127.0.0.1:\d+", first
         )
         assert still_running(tagged(tag), 3.0) == set()
+
+
+# ---------------------------------------------------------------------------------------- tiers
+
+SMALL = ("--json", "--requests", "200", "--device-pages", "400", "--host-pages", "600", *FREE_PORTS)
+
+
+@pytest.mark.integration
+def test_a_second_run_over_the_same_store_starts_warm(tmp_path: Path) -> None:
+    """What the first run left on disk is announced at once, and hit; the store's folder stays."""
+    arguments = (*SMALL, "--storage-dir", str(tmp_path / "store"))
+    cold, warm = (summary_of(demo(*arguments)) for _ in range(2))
+    assert cold["restored_blocks"] == 0
+    assert warm["restored_blocks"] == cold["tiers"]["DISK"]["resident"] > 0
+    assert warm["tiers"]["DISK"]["hits"] > cold["tiers"]["DISK"]["hits"]
+    for found in (cold, warm):
+        assert all(of["view_equal"] is True for of in found["tiers"].values())
+        assert (found["wrong_pages"], found["violations"]) == (0, [])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("arguments", "media"),
+    [
+        (("--host-pages", "0"), {"GPU"}),
+        (("--storage", "none"), {"GPU", "CPU_PINNED"}),
+        (("--write-policy", "write_back"), {"GPU", "CPU_PINNED", "DISK"}),
+        (("--write-policy", "write_through_selective"), {"GPU", "CPU_PINNED", "DISK"}),
+    ],
+)
+def test_each_choice_of_tiers_is_told_right(arguments: tuple[str, ...], media: set[str]) -> None:
+    """Whatever tiers there are and whenever pages go to them, the view is the cache on each."""
+    done = demo(*SMALL, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = summary_of(done)
+    assert found["tiers"].keys() == media
+    assert all(of["view_equal"] is True for of in found["tiers"].values())
+    assert all(of["stored"] > 0 for of in found["tiers"].values())
+    assert (found["wrong_pages"], found["failed_transfers"]) == (0, 0)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("victim", [None, WORKER])
+def test_a_store_that_nobody_asked_for_goes_away(
+    victim: str | None, tag: str, tmp_path: Path
+) -> None:
+    """The store's own folder is removed when the demo, or its worker, is killed with SIGKILL."""
+    with start_kvevents(
+        tag, "demo", *SMALL[:1], "--requests", "2000", *FREE_PORTS, TMPDIR=str(tmp_path)
+    ) as process:
+        eventually(lambda: 1 if any(tmp_path.glob("kvevents-demo-*/*/*/*")) else None)
+        if victim is None:
+            process.kill()
+        else:
+            kill(find(tag, victim))
+        process.communicate(timeout=60.0)
+        eventually(lambda: None if any(tmp_path.glob("kvevents-demo-*")) else 1)
+        assert still_running(tagged(tag), 3.0) == set()
+
+
+@pytest.mark.integration
+def test_a_store_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    """Exit code 2, and a line that names the option and the folder."""
+    (tmp_path / "file").touch()
+    done = demo(*SMALL, "--storage-dir", str(tmp_path / "file"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvevents demo: --storage-dir: {tmp_path / 'file'}")
+    assert done.stderr.count("\n") == 1
 
 
 # -------------------------------------------------------------------------------- bad surroundings
@@ -293,6 +364,9 @@ SAID_BY_WORKER: dict[str, Any] = {
         "worker_mb": 1.0,
         "violations": [],
         "resident_blocks": 2,
+        "restored_blocks": 0,
+        "storage_error": "",
+        "tiers": {"GPU": {"hits": 0.5, "resident": 2, "stored": 4, "removed": 2}},
     },
     "blocks": {"GPU": ["1", "2"]},
 }
@@ -313,7 +387,7 @@ def test_the_verdict_is_the_comparison(
     """Equal sets, whatever their order; anything else is not; without a router nobody knows."""
     said = {"view": view, "joined_at": 3, "gaps": 0, "replayed": 1, "lost": 0}
     summary = json_summary(SAID_BY_WORKER, None if view is None else said)
-    assert summary["view_equal"] is equal
+    assert summary["view_equal"] is summary["tiers"]["GPU"]["view_equal"] is equal
     assert summary.keys() >= KEYS
     assert list(text_summary(summary, 256))[-1] == verdict
 
