@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import requests
+from benchmarks import requests, storage
 
 if __name__ == "__main__":
-    sys.exit(requests.main())
+    sys.exit(requests.main() or storage.main())

@@ -6,8 +6,9 @@ and no future raises: what goes wrong is a smaller number, and is counted in `st
 S1  A page is stored under a key that names its content (see `kvevents.hashing.page_key`) in a form that
     names model, layout, dtype, page size and rank: a page found is a page that fits.
 S2  `get` fills a host page with exactly the bytes that were `put` under the key, or does not count it.
-S3  A page that `put` counted is there until `delete`, or until `take_lost` names it. A store that cannot
-    know what it loses says so with `audit_interval_s`, and finds out in `get` and `audit`.
+S3  A page that `put` counted is there until `delete`, or until `take_lost` names it, which may come
+    before anybody looked at the future of the `put`. A store that cannot know what it loses says so with
+    `audit_interval_s`, and finds out in `get` and `audit`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class StorageStats:
     """Torn or foreign, and removed."""
     failed_puts: int = 0
     failed_gets: int = 0
+    """Believed stored, and not read."""
     last_error: str = field(default="")
     """Why the last failure was one."""
 

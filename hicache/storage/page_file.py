@@ -1,0 +1,157 @@
+"""A page as a file: its bytes, then what they are, then a footer that proves both.
+
+```
+page | metadata, msgpack | bytes of page u64, of metadata u32, crc32 of page u32, of metadata u32, magic
+```
+
+Little-endian. The page comes first, so that the first bytes of the file are all that a reader needs who
+knows no footer. There is no fsync: what a crash tears apart, the checksums find.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from struct import Struct
+from zlib import crc32
+
+import msgspec
+
+from hicache.storage.backend import StoredPage
+from kvevents.namespace import Namespace
+
+__all__ = ["BadPage", "encode_metadata", "footer_size", "read_page", "read_trailer", "write_page"]
+
+_MAGIC = b"kvpage\x00\x01"
+_FOOTER = Struct("<QIII8s")
+_TAIL = 4096
+"""Read at once from a file's end; a trailer is seldom longer."""
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Neither follow a link nor wait for a pipe that somebody put in a page's place."""
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+
+footer_size = _FOOTER.size
+
+
+class BadPage(Exception):
+    """A file that is not the page asked for: torn, changed, or another's. The message says why."""
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    parent: bytes | None
+    namespace: Namespace
+    tokens: bytes
+    fingerprint: str
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Metadata).decode
+
+
+def encode_metadata(page: StoredPage, fingerprint: str) -> bytes:
+    """What stands behind the page's bytes."""
+    return _encode(_Metadata(*page, fingerprint))
+
+
+def write_page(path: str, temporary: str, content: memoryview, metadata: bytes) -> None:
+    """Write a page's file in one step: `path` has all of it, or what it had before.
+
+    Makes the folder where it is missing. Raises OSError.
+    """
+    footer = _FOOTER.pack(len(content), len(metadata), crc32(content), crc32(metadata), _MAGIC)
+    try:
+        _write_file(temporary, [content, metadata + footer])
+        Path(temporary).replace(path)
+    except OSError:
+        with suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def read_page(path: str, num_bytes: int, key: bytes, fingerprint: str, content: memoryview) -> None:
+    """Fill `content` with the page `key` from a file of `num_bytes`.
+
+    Raises OSError, and BadPage for a file that is anything else; the content is undefined then.
+    """
+    trailer = bytearray(max(num_bytes - len(content), footer_size) + 1)  # one more: is it longer?
+    fd = os.open(path, _READ)
+    try:
+        length = _read_into(fd, [content, memoryview(trailer)])
+    finally:
+        os.close(fd)
+    if length != num_bytes:
+        raise BadPage(f"its length is not {num_bytes} bytes")
+    metadata, checksum = _parse(memoryview(trailer)[:-1], num_bytes, len(content))
+    if (metadata.key, metadata.fingerprint) != (key, fingerprint):
+        raise BadPage("it is another page")
+    if crc32(content) != checksum:
+        raise BadPage("its checksum is wrong")
+
+
+def read_trailer(path: str, num_bytes: int, page_bytes: int) -> tuple[StoredPage, str]:
+    """Which page a file has, and of which fingerprint, without reading the page.
+
+    Raises OSError, and BadPage for one without an intact trailer or with a page of another size.
+    """
+    fd = os.open(path, _READ)
+    try:
+        tail = os.pread(fd, _TAIL, max(num_bytes - _TAIL, 0))
+        if len(tail) < num_bytes - page_bytes:
+            tail = os.pread(fd, num_bytes - page_bytes, page_bytes)
+    finally:
+        os.close(fd)
+    metadata, _ = _parse(memoryview(tail)[-max(num_bytes - page_bytes, 0) :], num_bytes, page_bytes)
+    page = StoredPage(metadata.key, metadata.parent, metadata.namespace, metadata.tokens)
+    return page, metadata.fingerprint
+
+
+def _parse(trailer: memoryview, num_bytes: int, page_bytes: int) -> tuple[_Metadata, int]:
+    """The metadata, and the checksum that the page must have."""
+    if len(trailer) < footer_size:
+        raise BadPage("it is too short")
+    footer = _FOOTER.unpack(trailer[-footer_size:])
+    page_length, metadata_length, page_checksum, metadata_checksum, magic = footer
+    if magic != _MAGIC:
+        raise BadPage("it has no footer")
+    if (page_length, page_length + metadata_length + footer_size) != (page_bytes, num_bytes):
+        raise BadPage("it has another length than its footer says")
+    encoded = trailer[:metadata_length]
+    if crc32(encoded) != metadata_checksum:
+        raise BadPage("its metadata's checksum is wrong")
+    try:
+        return _decode(encoded), page_checksum
+    except msgspec.MsgspecError as error:
+        raise BadPage(f"its metadata: {error}") from None
+
+
+def _write_file(path: str, parts: list[memoryview | bytes]) -> None:
+    try:
+        fd = os.open(path, _WRITE, 0o600)  # it names the prompt's tokens
+    except FileNotFoundError:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, _WRITE, 0o600)
+    try:
+        left = [memoryview(part) for part in parts]
+        while left:
+            left = _behind(left, os.writev(fd, left))
+    finally:
+        os.close(fd)
+
+
+def _read_into(fd: int, parts: list[memoryview]) -> int:
+    """Fill the parts as far as the file goes; how many bytes."""
+    length = 0
+    while parts and (count := os.preadv(fd, parts, length)):
+        length += count
+        parts = _behind(parts, count)
+    return length
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the parts after `count` bytes."""
+    while parts and count >= len(parts[0]):
+        count -= len(parts[0])
+        parts = parts[1:]
+    return [parts[0][count:], *parts[1:]] if parts else []

@@ -1,0 +1,146 @@
+"""Where a store's files are: one for each page, in a directory that others may share."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hicache.storage.backend import StorageError, StoredPage
+from hicache.storage.keys import KeyScheme, PageFormat
+from hicache.storage.page_file import (
+    BadPage,
+    encode_metadata,
+    footer_size,
+    read_page,
+    read_trailer,
+    write_page,
+)
+
+__all__ = ["FoundPage", "PageFolder"]
+
+FoundPage = tuple[StoredPage, int, float]
+"""A page, the bytes of its file, and when that was written."""
+
+
+class PageFolder:
+    """The files of one format, held by one process at a time; a lock says so, that a kill releases.
+
+    A key's name is its path. Names with a folder in front are in one that belongs to the format, and
+    whatever else is in there goes. Flat names share the directory: what is not provably ours stays.
+
+    Raises StorageError naming directory and reason, or for keys that give a page two names.
+    """
+
+    def __init__(
+        self, directory: Path | str, form: PageFormat, keys: Callable[[PageFormat], KeyScheme]
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        self._fingerprint, self._page_bytes = form.fingerprint, form.bytes_per_page
+        self._names = keys(form)
+        sample = self._names(bytes(32))
+        if len(sample) != 1:
+            raise StorageError(f"keys: {len(sample)} names for a page, a file has one")
+        self._owned = "/" in sample[0]
+        self._root = self.directory / sample[0].split("/")[0] if self._owned else self.directory
+        self._prefix = str(self.directory / "_")[:-1]
+        self._temporary = f".{self._fingerprint}.tmp"
+        self._lock_fd = -1
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            (self._root / self._temporary).touch()  # can it be written to?
+            (self._root / self._temporary).unlink()
+        except OSError as error:
+            self.close()
+            raise StorageError(f"directory: {self.directory}: {error.strerror or error}") from None
+
+    def size_of(self, page: StoredPage) -> int:
+        """Bytes of its file."""
+        metadata = encode_metadata(page, self._fingerprint)
+        return self._page_bytes + len(metadata) + footer_size
+
+    def write(self, page: StoredPage, content: memoryview) -> None:
+        """Write or replace a page's file. Raises OSError, and nothing has changed then."""
+        path = self._path(page.key)
+        temporary = f"{path.rpartition('/')[0]}/{self._temporary}"
+        write_page(path, temporary, content, encode_metadata(page, self._fingerprint))
+
+    def read(self, key: bytes, num_bytes: int, content: memoryview) -> None:
+        """Fill `content` from a page's file. Raises OSError, and BadPage if it is not that page's."""
+        read_page(self._path(key), num_bytes, key, self._fingerprint, content)
+
+    def has(self, key: bytes, num_bytes: int) -> bool:
+        """Whether a page's file is there, in its full length."""
+        try:
+            return Path(self._path(key)).lstat().st_size == num_bytes
+        except OSError:
+            return False
+
+    def remove(self, key: bytes) -> None:
+        """Remove a page's file, if there is one. Raises OSError."""
+        Path(self._path(key)).unlink(missing_ok=True)
+
+    def free_bytes(self, num_files: int) -> int:
+        """What so many new files can have together, each wasting a block at most. Raises OSError."""
+        try:
+            found = os.statvfs(self._root)
+        except FileNotFoundError:  # somebody removed it; a new one will do
+            self._root.mkdir(parents=True, exist_ok=True)
+            found = os.statvfs(self._root)
+        return (found.f_bavail - num_files) * found.f_frsize
+
+    def scan(self) -> tuple[list[FoundPage], int]:
+        """Every page there is, and how many files were removed for being none. Raises OSError."""
+        found: list[FoundPage] = []
+        num_removed = 0
+        for file in self._files():
+            stat = file.stat(follow_symlinks=False)
+            if page := self._page_in(file.path, stat.st_size):
+                found.append((page, stat.st_size, stat.st_mtime))
+            elif file.name == self._temporary:
+                Path(file.path).unlink()
+            elif self._owned:
+                Path(file.path).unlink()
+                num_removed += 1
+        return found, num_removed
+
+    def close(self) -> None:
+        """Let others have the directory. Safe to call twice."""
+        if self._lock_fd >= 0:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # a forked process may have the file too
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _lock(self) -> None:
+        path = self.directory / f"{self._fingerprint}.lock"
+        self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            error.strerror = f"another store has {path.name}"
+            raise
+
+    def _path(self, key: bytes) -> str:
+        return self._prefix + self._names(key)[0]
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        """What may be a page or a leftover."""
+        folders = [str(self._root)]
+        while folders:
+            with os.scandir(folders.pop()) as entries:
+                for one in entries:
+                    if not one.is_dir(follow_symlinks=False):
+                        yield one
+                    elif self._owned:
+                        folders.append(one.path)
+
+    def _page_in(self, path: str, num_bytes: int) -> StoredPage | None:
+        """The page that a file has, if it is ours and where it belongs."""
+        try:
+            page, fingerprint = read_trailer(path, num_bytes, self._page_bytes)
+        except (BadPage, OSError):
+            return None
+        ours = fingerprint == self._fingerprint and self._path(page.key) == path
+        return page if ours else None
