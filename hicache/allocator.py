@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import NoReturn
 
 from hicache.node import PageIndices
 
@@ -46,13 +47,19 @@ class PageAllocator:
 
     def free(self, pages: PageIndices) -> None:
         """Take lent pages back. Raises ValueError (and takes none) unless all are lent and distinct."""
-        self.check_lent(pages)
-        self._lent.difference_update(pages)
+        self.adopt(pages)
         self._free.extend(pages)
 
     def adopt(self, pages: PageIndices) -> None:
-        """Lent pages become the cache's; not checked."""
-        self._lent.difference_update(pages)
+        """Lent pages become the cache's. Raises ValueError (and takes none) unless all are lent and
+        distinct.
+        """
+        lent = self._lent
+        left = len(lent) - len(pages)
+        lent.symmetric_difference_update(pages)  # the same again undoes it
+        if len(lent) != left:
+            lent.symmetric_difference_update(pages)
+            self._refuse(pages)
 
     def take(self, num_pages: int) -> PageIndices | None:
         """`num_pages` pages for the cache itself; None (and nothing taken) when fewer are free."""
@@ -73,15 +80,16 @@ class PageAllocator:
             wrong = next(page for page in pages if not 0 <= page < self.num_pages)
             raise ValueError(f"page index: {wrong} is not in 0..{self.num_pages - 1}")
 
-    def check_lent(self, pages: PageIndices) -> None:
-        """Raises ValueError unless every index is a lent page, and none comes twice."""
+    def _refuse(self, pages: PageIndices) -> NoReturn:
         self.check(pages)
-        if not self._lent.issuperset(pages):
-            wrong = next(page for page in pages if page not in self._lent)
-            raise ValueError(f"page index: {wrong} is not the caller's: not allocated, or given up")
-        if len(set(pages)) != len(pages):
-            twice = next(page for i, page in enumerate(pages) if page in pages[:i])
-            raise ValueError(f"page index: {twice} comes twice")
+        for place, page in enumerate(pages):
+            if page not in self._lent:
+                raise ValueError(
+                    f"page index: {page} is not the caller's: not allocated, or given up"
+                )
+            if page in pages[:place]:
+                raise ValueError(f"page index: {page} comes twice")
+        raise AssertionError("pages that are lent and distinct are not refused")
 
     def free_pages(self) -> PageIndices:
         """A copy of the free list, for checks."""

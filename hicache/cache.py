@@ -256,18 +256,21 @@ class HiRadixCache:
         existing = _on_device(path, partial, shared)
         if existing < first_page:
             raise ValueError(f"first_page: {first_page}, but the device has only {existing} pages")
-        new = pages[existing - first_page :]
-        self.device_pool.allocator.check_lent(new)
+        own = existing - first_page
+        new = pages[own:]
+        if own:
+            self.device_pool.allocator.check(pages[:own])
+        self.device_pool.allocator.adopt(new)
         if partial is not None:
             path.append(self._tree.split(partial, shared))
-        self.device_pool.allocator.adopt(new)
         if existing < found:
             self._recreate(path, new)
         if found < whole:
             parent = path[-1] if path else self._tree.root(namespace)
             node = self._tree.add(parent, packed[found * page_bytes : whole * page_bytes])
             path.append(node)
-            self._tiered.store(node, Tier.DEVICE, new[found - existing :])
+            rest = found - existing
+            self._tiered.store(node, Tier.DEVICE, new[rest:] if rest else new)
         self._touch(path)
         for node in path:
             node.hits += 1
@@ -609,8 +612,10 @@ class HiRadixCache:
         now = self._tree.now
         for node in path:
             node.last_access = now
+        if self._tiered.ranks_fall:
             for queue in self._tiered.queues.values():
-                queue.used(node)
+                for node in path:
+                    queue.used(node)
 
     def _check_insert(self, whole: int, pages: PageIndices, first_page: int) -> PageIndices:
         if not 0 <= first_page <= whole:
@@ -620,7 +625,6 @@ class HiRadixCache:
                 f"page_indices: {len(pages)} indices for the {whole - first_page} pages from page"
                 f" {first_page} on"
             )
-        self.device_pool.allocator.check(pages)
         return pages
 
     def _check_held(self, node: Node) -> None:

@@ -140,8 +140,8 @@ class EvictionQueue:
             self._push(node)
 
     def used(self, node: Node) -> None:
-        """Call when a node's rank may have changed."""
-        if self._policy.falls and node in self._queued:
+        """Call when a node's rank may have fallen."""
+        if node in self._queued:
             self._push(node)
             if len(self._heap) > 64 and len(self._heap) > 4 * len(self._queued):
                 self._rebuild()

@@ -29,6 +29,7 @@ class TieredTree:
     ) -> None:
         self.tree, self.residency, self.allocators = tree, residency, allocators
         self.queues = {tier: EvictionQueue(tier, eviction_policy(policy)) for tier in allocators}
+        self.ranks_fall = eviction_policy(policy).falls
 
     # ------------------------------------------------------------------------------- residency
 
