@@ -178,9 +178,7 @@ class HiRadixCache:
             self.page_size,
         )
         self._mover.on_backup = self._storage.wanted
-        if held := backend.held():
-            self._residency.clear()
-            self._storage.restore(held)
+        self._storage.restore(backend.held())
 
     @property
     def hash_format(self) -> HashFormat:

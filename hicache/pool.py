@@ -8,6 +8,7 @@ the other, so that a page is one contiguous run of bytes: one copy, one file, on
 from __future__ import annotations
 
 import mmap
+import weakref
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,7 +219,10 @@ class HostPool:
     def _pin(self) -> bool:
         """Lock the memory for the device's copy engines (cudaHostRegister)."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return int(runtime.cudaHostRegister(self.address, self.num_bytes, 0)) == 0
+        pinned = int(runtime.cudaHostRegister(self.address, self.num_bytes, 0)) == 0
+        if pinned:
+            weakref.finalize(self, runtime.cudaHostUnregister, self.address)
+        return pinned
 
 
 def as_pages(indices: object) -> PageIndices:

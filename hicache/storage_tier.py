@@ -73,14 +73,18 @@ class StorageTier:
     # ------------------------------------------------------------------------------- the start
 
     def restore(self, held: list[StoredPage]) -> None:
-        """Make nodes of what the store has from an earlier run. Nothing else is in the tree yet.
+        """Announce what the store has from an earlier run, on every rank: a clear, and nodes for it.
 
-        A page whose key is not that of its tokens is deleted, and so is what is below it.
+        Nothing else is in the tree yet. A page whose key is not that of its tokens is deleted, and so is
+        what is below it.
         """
-        common = {page.key for page in held}
-        common.intersection_update(*self._agreement.gather(list(common)))
+        by_rank = self._agreement.gather([page.key for page in held])
+        if not any(by_rank):
+            return
+        self._tiered.residency.clear()
+        common = set(by_rank[0]).intersection(*by_rank)
         below: dict[bytes | None, list[StoredPage]] = {}
-        for page in held:
+        for page in sorted(held, key=lambda page: page.key):  # the same order on every rank
             if page.key in common:
                 below.setdefault(page.parent, []).append(page)
         tree = self._tiered.tree
