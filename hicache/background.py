@@ -23,6 +23,7 @@ class BackgroundThread:
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -31,9 +32,6 @@ class BackgroundThread:
     ) -> Future[Result]:
         """The call's future; what it raises is the future's. Cancelled when closed meanwhile."""
         future: Future[Result] = Future()
-        if self._closed:
-            future.cancel()
-            return future
 
         def run() -> None:
             if self._closed or not future.set_running_or_notify_cancel():
@@ -46,13 +44,18 @@ class BackgroundThread:
             else:
                 future.set_result(result)
 
-        self._calls.put(run)
+        with self._lock:  # nothing comes after the end
+            if self._closed:
+                future.cancel()
+            else:
+                self._calls.put(run)
         return future
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what has not begun and wait for what has. Safe to call twice."""
-        self._closed = True
-        self._calls.put(None)
+        with self._lock:
+            self._closed = True
+            self._calls.put(None)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

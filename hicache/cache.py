@@ -429,9 +429,10 @@ class HiRadixCache:
         return self._mover.evict(num_pages)
 
     def flush(self) -> None:
-        """Drop everything, on every tier, and delete from storage what this cache knows there.
+        """Drop everything, on every tier, and delete from the disk what this cache knows there.
 
-        What is under way comes to nothing. Raises ValueError, with nothing changed, while a node is
+        What is under way comes to nothing. An external store keeps its pages, which other workers may be
+        using; after a change of weights its `PageFormat` needs another model name. Raises ValueError, with nothing changed, while a node is
         locked.
         """
         self._check_unlocked("flush")

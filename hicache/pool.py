@@ -83,11 +83,11 @@ class PagePool:
         self, num_pages: int, page_size: int, shape: Shape, device: str | torch.device = "cpu"
     ) -> None:
         _check_page_size(page_size)
-        self.allocator = PageAllocator(num_pages)
         self.num_pages, self.page_size, self.shape = num_pages, page_size, shape
         self.device = torch.device(device)
         if self.device.type == "cpu":
             _check_room("device", num_pages * self.bytes_per_page)
+        self.allocator = PageAllocator(num_pages)
         size = (num_pages, page_size, *shape.plane_shape)
         try:
             self.planes = [
@@ -163,9 +163,9 @@ class HostPool:
 
     def __init__(self, num_pages: int, page_size: int, shape: Shape) -> None:
         _check_page_size(page_size)
-        self.allocator = PageAllocator(num_pages)
         self.num_pages, self.page_size, self.shape = num_pages, page_size, shape
         _check_room("host", self.num_bytes)
+        self.allocator = PageAllocator(num_pages)
         self._map = mmap.mmap(-1, self.num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._view = memoryview(self._map)
         flat = torch.frombuffer(self._map, dtype=torch.uint8)

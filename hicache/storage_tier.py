@@ -225,12 +225,15 @@ class StorageTier:
             self.backend.audit(keys)
 
     def forget(self) -> None:
-        """The tree was cleared: delete from the store what was, or may have been, known to be there."""
+        """The tree was cleared: delete from the store what was, or may have been, known to be there.
+
+        An external store is not this worker's alone: what is there stays, for the others.
+        """
         keys = [*self._directory, *self._orphans]
         self._directory.clear()
         self._orphans.clear()
         self._waiting.clear()
-        if keys:
+        if keys and self.tier is Tier.DISK:
             self.backend.delete(keys)
 
     # ------------------------------------------------------------------------------------ keys

@@ -1,6 +1,7 @@
 """Copies between device and host pages, in the background.
 
-X1  A copy reads its source no earlier than `start`, and after what the device was computing then.
+X1  A copy begins no earlier than `start`, and after what the current stream was computing then: it reads
+    KV that is written, and writes to pages that nobody reads any more.
 X2  A job that says done has filled every page it was given; a job that failed may have filled some.
 X3  Until a job is done or failed, its destination is being written.
 """
@@ -25,6 +26,7 @@ from hicache.tier import Tier
 __all__ = ["CpuTransfers", "CudaTransfers", "TransferJob", "Transfers", "transfers_for"]
 
 _LOOK_S = 20e-6
+_CLOSE_TIMEOUT_S = 5.0
 
 
 class TransferJob(Protocol):
@@ -64,9 +66,6 @@ class _Batch(NamedTuple):
 
     device_pages: PageIndices
     host_pages: PageIndices
-
-    def part(self, start: int, stop: int) -> _Batch:
-        return _Batch(self.device_pages[start:stop], self.host_pages[start:stop])
 
 
 class _CpuJob:
@@ -108,10 +107,15 @@ class CpuTransfers:
 
     def wait(self, jobs: Iterable[TransferJob], timeout_s: float) -> None:
         self.start()
-        wait_for({job.future for job in jobs if isinstance(job, _CpuJob)}, timeout_s)
+        futures = {job.future for job in jobs if isinstance(job, _CpuJob)}
+        wait_for(
+            {one for one in futures if not one.done()}, timeout_s
+        )  # it waits for cancelled ones
 
     def close(self) -> None:
-        self.start()
+        for job, _, _ in self._submitted:
+            job.future.cancel()
+        self._submitted.clear()
         self._thread.close()
 
     def _copy(self, target: Tier, batch: _Batch) -> None:
@@ -164,6 +168,7 @@ class CudaTransfers:
                     size, dtype=torch.uint8, device=device_pool.device
                 )
         self._submitted: list[tuple[_CudaJob, Tier, _Batch]] = []
+        self._closed = False
 
     def submit(
         self, target: Tier, device_pages: PageIndices, host_pages: PageIndices
@@ -178,7 +183,7 @@ class CudaTransfers:
             jobs = [job for job, to, _ in submitted if to is target]
             if jobs:
                 batch = _joined(batch for _, to, batch in submitted if to is target)
-                event = self._launch(target, batch)
+                event = None if self._closed else self._launch(target, batch)
                 for job in jobs:
                     job.event, job.failed = event, event is None
 
@@ -191,40 +196,51 @@ class CudaTransfers:
                 time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        for job, _, _ in self._submitted:
-            job.failed = True
-        self._submitted.clear()
+        self._closed = True
+        self.start()
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for stream in self._streams.values():
             with contextlib.suppress(RuntimeError):
-                stream.synchronize()
+                while not stream.query() and time.monotonic() < deadline:
+                    time.sleep(_LOOK_S)
 
     def _launch(self, target: Tier, batch: _Batch) -> Any:
         """The event after the last copy; None when one could not be launched."""
         stream = self._streams[target]
-        stream.wait_stream(torch.cuda.current_stream(self._device.device))  # X1
-        with torch.cuda.stream(stream):
-            try:
+        try:
+            stream.wait_stream(torch.cuda.current_stream(self._device.device))  # X1
+            with torch.cuda.stream(stream):
+                index = self._index(batch.device_pages)
                 for start in range(0, len(batch.host_pages), self._chunk):
-                    self._copy(target, batch.part(start, start + self._chunk))
-            except RuntimeError:
-                with contextlib.suppress(RuntimeError):
-                    stream.synchronize()  # X3: nothing is written any more
-                return None
-            return stream.record_event()
+                    stop = start + self._chunk
+                    self._copy(target, index[start:stop], batch.host_pages[start:stop])
+                return stream.record_event()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                stream.synchronize()  # X3: nothing is written any more
+            return None
 
-    def _copy(self, target: Tier, batch: _Batch) -> None:
-        index, staging = self._device.index(batch.device_pages), self._staging[target]
-        count = len(batch.host_pages)
+    def _index(self, pages: PageIndices) -> torch.Tensor:
+        """On the device, in order with the copies. Pinned first: a copy from other memory would keep
+        this thread until all that the stream waits for is done. Torch keeps the pinned memory as long.
+        """
+        if not pages:
+            return self._device.index(pages)
+        pinned = torch.frombuffer(pages, dtype=torch.int64).pin_memory()
+        return pinned.to(self._device.device, non_blocking=True)
+
+    def _copy(self, target: Tier, index: torch.Tensor, host_pages: PageIndices) -> None:
+        staging = self._staging[target][: len(host_pages)]
         if target is Tier.HOST:
             for plane, raw in enumerate(self._device.raw):
-                staging[:count, plane] = raw.index_select(0, index)
-            for place, page in enumerate(batch.host_pages):
+                staging[:, plane] = raw.index_select(0, index)
+            for place, page in enumerate(host_pages):
                 self._host.raw[page].copy_(staging[place], non_blocking=True)
         else:
-            for place, page in enumerate(batch.host_pages):
+            for place, page in enumerate(host_pages):
                 staging[place].copy_(self._host.raw[page], non_blocking=True)
             for plane, raw in enumerate(self._device.raw):
-                raw.index_copy_(0, index, staging[:count, plane])
+                raw.index_copy_(0, index, staging[:, plane])
 
 
 def _joined(batches: Iterable[_Batch]) -> _Batch:

@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 import torch
+from mooncake_rig import mooncake_rig
 from storage_rig import (
     FORM,
     NUM_PAGES,
@@ -34,12 +35,13 @@ pytestmark = pytest.mark.integration
 
 PROMPT = pages_of(range(40))
 KEYS = [page.key for page in PROMPT]
+RIGS = {**STORAGE_RIGS, "mooncake": mooncake_rig}
 
 
-@pytest.fixture(params=STORAGE_RIGS)
+@pytest.fixture(params=RIGS)
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageRig]:
     """Each back end in turn."""
-    with STORAGE_RIGS[request.param](tmp_path) as rig:
+    with RIGS[request.param](tmp_path) as rig:
         yield rig
 
 
