@@ -432,8 +432,8 @@ class HiRadixCache:
         """Drop everything, on every tier, and delete from the disk what this cache knows there.
 
         What is under way comes to nothing. An external store keeps its pages, which other workers may be
-        using; after a change of weights its `PageFormat` needs another model name. Raises ValueError, with nothing changed, while a node is
-        locked.
+        using; after a change of weights its `PageFormat` needs another model name. Raises ValueError,
+        with nothing changed, while a node is locked.
         """
         self._check_unlocked("flush")
         reading = self._stop_movement()

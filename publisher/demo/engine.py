@@ -32,6 +32,8 @@ _MODEL = "kvevents-demo"
 _BATCH = 8
 """Requests at work at the same time, most of them waiting for their pages."""
 _SETTLE_S = 60.0
+_MOONCAKE_BYTES = 256 << 20
+"""The worker's part of the external store."""
 
 
 class Engine:
@@ -160,7 +162,11 @@ def _storage(options: DemoOptions) -> StorageBackend | None:
         case "mooncake":
             from hicache.storage.mooncake import MooncakeConfig, MooncakeStorage
 
-            master = options.mooncake_master
-            return MooncakeStorage(MooncakeConfig(master_server_address=master), form)
+            config = MooncakeConfig(
+                local_hostname="127.0.0.1",
+                master_server_address=options.mooncake_master,
+                global_segment_size=_MOONCAKE_BYTES,
+            )
+            return MooncakeStorage(config, form)
         case _:
             return None

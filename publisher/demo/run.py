@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import msgspec
 
+from publisher.demo.mooncake import MasterError, master
 from publisher.demo.options import TEMPORARY, DemoOptions
 from publisher.demo.report import bar, difference, json_summary, text_summary
 from publisher.demo.trace import read_trace
@@ -41,16 +42,16 @@ def run_demo(options: DemoOptions) -> int:
     options = msgspec.structs.replace(
         options, requests=len(read_trace(Path(options.trace), options.requests))
     )
-    with _store_folder(options) as folder:
-        options = msgspec.structs.replace(options, storage_dir=folder)
-        demo = _Demo(options)
-        try:
-            worker, router = demo.run()
-        except DemoError as error:
-            print(f"kvevents demo: {error}", file=sys.stderr)
-            return 2
-        finally:
-            demo.end()
+    try:
+        with _store_of(options) as options:
+            demo = _Demo(options)
+            try:
+                worker, router = demo.run()
+            finally:
+                demo.end()
+    except (DemoError, MasterError) as error:
+        print(f"kvevents demo: {error}", file=sys.stderr)
+        return 2
     summary = json_summary(worker, router)
     if options.as_json:
         print(msgspec.json.encode(summary).decode())
@@ -71,13 +72,16 @@ def run_demo(options: DemoOptions) -> int:
 
 
 @contextlib.contextmanager
-def _store_folder(options: DemoOptions) -> Iterator[str]:
-    """Where a file store is; a folder of its own goes away."""
-    if options.storage != "file" or options.storage_dir:
-        yield options.storage_dir
-        return
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as folder:
-        yield folder
+def _store_of(options: DemoOptions) -> Iterator[DemoOptions]:
+    """The options with a store that is there; one that nobody asked for goes away afterwards."""
+    if options.storage == "file" and not options.storage_dir:
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as folder:
+            yield msgspec.structs.replace(options, storage_dir=folder)
+    elif options.storage == "mooncake" and not options.mooncake_master:
+        with master() as address:
+            yield msgspec.structs.replace(options, mooncake_master=address)
+    else:
+        yield options
 
 
 class _Child:
