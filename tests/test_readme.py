@@ -57,7 +57,8 @@ def test_the_worker_and_the_router_of_the_readme_agree(tmp_path: Path) -> None:
     prints that the prompt's three blocks are held, and Ctrl-C ends both quietly.
     """
     files = tmp_path / "worker.py", tmp_path / "router.py"
-    for file, code in zip(files, python_blocks(), strict=True):
+    worker_code, _, router_code = python_blocks()
+    for file, code in zip(files, (worker_code, router_code), strict=True):
         assert all(code.count(port) == 1 for port in PORTS)
         file.write_text(code)
     for port, free in zip(PORTS, free_ports(len(PORTS)), strict=True):
@@ -88,3 +89,13 @@ def test_every_command_and_file_that_the_readme_names_is_there() -> None:
     paths = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r"`([\w/]+/[\w/]+\.py)`", text)
     assert paths
     assert [path for path in paths if not (README.parent / path).exists()] == []
+
+
+@pytest.mark.integration
+def test_the_tiers_of_the_readme_are_filled(tmp_path: Path) -> None:
+    """The example of the lower tiers prints the line that the text promises."""
+    (tmp_path / "tiers.py").write_text(python_blocks()[1])
+    with start(tmp_path / "tiers.py") as process:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    (promised,) = re.findall(r"It prints `(.*?)`\.", README.read_text())
+    assert (out.strip(), err) == (promised, "")

@@ -91,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--host-pages",
         type=int,
         metavar="N",
-        help="pages of the host tier; default: twice the device's; 0: no host tier",
+        help="pages of the host tier; default: as many as the device's; 0: no host tier",
     )
     parser.add_argument(
         "--storage",
@@ -136,7 +136,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def read_options(options: argparse.Namespace) -> DemoOptions:
     """Raises ConfigError naming the option, its value and the bound."""
-    host_pages = 2 * options.device_pages if options.host_pages is None else options.host_pages
+    host_pages = options.device_pages if options.host_pages is None else options.host_pages
     for name, value, low, high in (
         ("--requests", options.requests, 1, 10_000_000),
         ("--page-size", options.page_size, 1, _MAX_PAGE_SIZE),
