@@ -57,6 +57,9 @@ class BackgroundThread:
             self._closed = True
             self._calls.put(None)
         self._thread.join(timeout_s)
+        while self._thread.is_alive() and not self._calls.empty():  # behind a call that hangs
+            if (call := self._calls.get()) is not None:
+                call()
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

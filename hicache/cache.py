@@ -119,7 +119,7 @@ class HiRadixCache:
     `hash_format`: see `kvevents.hashing`. `clock`: for deadlines, in seconds.
 
     A store that is not empty is announced: a clear, then what it holds. Raises ValueError for pools of
-    different shapes or page sizes, and for storage without a host pool.
+    different shapes or page sizes, and for storage or transfers without a host pool.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class HiRadixCache:
         hash_format: HashFormat = HashFormat.SGLANG,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check_pools(device_pool, host_pool, storage)
+        _check_pools(device_pool, host_pool, storage, transfers)
         self.page_size = device_pool.page_size
         self.device_pool, self.host_pool = device_pool, host_pool
         self._config = config = config or HiCacheConfig()
@@ -409,11 +409,13 @@ class HiRadixCache:
     def close(self) -> None:
         """Stop the threads and close the storage. Bounded in time, safe to call twice."""
         if self._prefetches is not None:
-            self._prefetches.close()
+            self._prefetches.cancel_all()
         if self._transfers is not None:
             self._transfers.close()
         if self._storage is not None:
             self._storage.backend.close()
+        if self._prefetches is not None:
+            self._prefetches.close()
 
     # -------------------------------------------------------------------------------- eviction
 
@@ -652,11 +654,15 @@ def _on_device(path: list[Node], partial: Node | None, shared: int) -> int:
 
 
 def _check_pools(
-    device_pool: PagePool, host_pool: HostPool | None, storage: StorageBackend | None
+    device_pool: PagePool,
+    host_pool: HostPool | None,
+    storage: StorageBackend | None,
+    transfers: Transfers | None,
 ) -> None:
     if host_pool is None:
-        if storage is not None:
-            raise ValueError("storage: needs a host_pool to read from and write to")
+        for name, given in (("storage", storage), ("transfers", transfers)):
+            if given is not None:
+                raise ValueError(f"{name}: needs a host_pool to read from and write to")
         return
     for field in ("page_size", "shape"):
         device, host = getattr(device_pool, field), getattr(host_pool, field)

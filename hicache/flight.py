@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeAlias
@@ -20,7 +21,7 @@ from hicache.transfer import TransferJob
 
 __all__ = ["ABANDON", "PENDING", "Flight", "Flights"]
 
-_LOOKED_AT = 64
+_MOST_LOOKED_AT = 64
 PENDING = 0
 ABANDON = -1
 """Progress of a flight; 1 and more: it ended, and one less arrived, counted from the front."""
@@ -86,6 +87,7 @@ class Flights:
     def __init__(self, tiered: TieredTree, clock: Callable[[], float] = time.monotonic) -> None:
         self._tiered, self.clock = tiered, clock
         self._flights: list[Flight] = []
+        self._looked_at: list[Flight] = []
         self.num_failed = self.num_abandoned = 0
         """Flights that arrived short; that ended too late for anybody to care."""
 
@@ -102,20 +104,29 @@ class Flights:
         self._flights.append(flight)
 
     def progress(self) -> list[int]:
-        """Of those that left first, as this rank sees it: what was sent first arrives first, mostly."""
+        """Of those that left first, as this rank sees it: what was sent first arrives first, mostly.
+
+        So many for each tier, and as many again that are abandoned: what hangs hides nothing else.
+        """
         now = self.clock()
-        return [flight.progress(now) for flight in self._flights[:_LOOKED_AT]]
+        places: Counter[tuple[Tier, bool]] = Counter()
+        self._looked_at = []
+        for flight in self._flights:
+            kind = (flight.tier, flight.abandoned)
+            if places[kind] < _MOST_LOOKED_AT:
+                places[kind] += 1
+                self._looked_at.append(flight)
+        return [flight.progress(now) for flight in self._looked_at]
 
     def settle(self, progress: list[int]) -> None:
-        """Land or end what the ranks agree has arrived; `progress` as agreed, in order."""
-        flights = self._flights[: len(progress)]
-        left = [
+        """Land or end what the ranks agree has arrived; `progress` as agreed, of the same ones."""
+        ended = {
             flight
-            for flight, arrived in zip(flights, progress, strict=True)
-            if not self._settle(flight, arrived)
-        ]
-        if len(left) < len(flights):
-            self._flights[: len(flights)] = left
+            for flight, arrived in zip(self._looked_at, progress, strict=True)
+            if self._settle(flight, arrived)
+        }
+        if ended:
+            self._flights = [flight for flight in self._flights if flight not in ended]
 
     def settle_some(self, flights: list[Flight], progress: list[int]) -> None:
         """The same for some of them."""

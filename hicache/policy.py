@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hicache.eviction import eviction_policy
+
 __all__ = ["HiCacheConfig", "PrefetchPolicy", "WritePolicy"]
+
+_OPTIONAL = ("prefetch_max_pages", "storage_queue_pages")
 
 
 class WritePolicy(StrEnum):
@@ -32,7 +36,7 @@ class PrefetchPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheConfig:
-    """Settings of the tiers below the device. Raises ValueError naming the field and the bound."""
+    """Settings of the tiers below the device. Raises ValueError or TypeError naming the field."""
 
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     write_through_threshold: int = 2
@@ -73,8 +77,13 @@ class HiCacheConfig:
             ("storage_queue_pages", 1),
         ):
             value = getattr(self, field)
-            if value is not None and not value >= low:
+            if value is None and field in _OPTIONAL:
+                continue
+            if not isinstance(value, (int, float)):
+                raise TypeError(f"{field}: {value!r} is not a number")
+            if not value >= low:
                 raise ValueError(f"{field}: {value} is below {low}")
+        eviction_policy(self.eviction_policy)
 
 
 def _one_of(kind: type[StrEnum], field: str, value: str) -> StrEnum:

@@ -183,6 +183,8 @@ class HostPool:
         if (ratio is None) == (num_bytes is None):
             raise ValueError("ratio, num_bytes: give one of the two")
         if ratio is not None:
+            if not abs(ratio) < 2**31:
+                raise ValueError(f"ratio: {ratio} is not below 2**31")
             num_pages = int(pool.num_pages * ratio)
             what = f"ratio: {ratio} of {pool.num_pages} device pages"
         else:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 
 from hicache.agreement import Agreement
 from hicache.flight import Flight, Flights
@@ -97,19 +97,26 @@ class StorageTier:
             node = self._restore_chain(
                 tree.root(page.namespace) if parent.is_root else parent, chain
             )
-            if node is not None:
+            if node is not None and node.num_pages == len(chain):
                 waiting += [(node, one) for one in reversed(after)]
 
     def _restore_chain(self, parent: Node, chain: list[StoredPage]) -> Node | None:
+        """A node of the leading pages that are what their keys say; the others are deleted."""
         tokens = b"".join(page.tokens for page in chain)
         digests = b"".join(
             block_digests(self.last_digest(parent), TokenBytes(tokens), self._page_size)
         )
-        if page_keys(digests, parent.namespace) != [page.key for page in chain]:
-            self.backend.delete([page.key for page in chain])
+        keys = page_keys(digests, parent.namespace)
+        good = sum(
+            1
+            for _ in takewhile(lambda both: both[0] == both[1].key, zip(keys, chain, strict=False))
+        )
+        if good < len(chain):
+            self.backend.delete([page.key for page in chain[good:]])
+        if not good:
             return None
-        node = self._tiered.tree.add(parent, tokens)
-        node.digests = digests
+        node = self._tiered.tree.add(parent, tokens[: good * self._tiered.tree.page_bytes])
+        node.digests = digests[: good * DIGEST_BYTES]
         self._tiered.store(node, self.tier, range(node.num_pages))
         self._register(node)
         return node

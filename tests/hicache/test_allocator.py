@@ -68,13 +68,56 @@ def test_foreign_pages_are_refused(page: int) -> None:
     assert allocator.num_free == 1
 
 
-def test_more_than_is_out_is_refused() -> None:
-    """Freeing more pages than are out is refused, with both numbers; none is taken."""
+@pytest.mark.parametrize("kind", ["never allocated", "freed", "the cache's"])
+def test_pages_that_are_not_lent_are_refused(kind: str) -> None:
+    """A page that was never allocated, is freed or given up to the cache is not the caller's to free."""
     allocator = PageAllocator(3)
+    pages = allocator.allocate(2)
+    assert pages == array("q", [1, 0])
+    wrong = 2
+    if kind == "freed":
+        wrong = 1
+        allocator.free(array("q", [1]))
+    elif kind == "the cache's":
+        wrong = 1
+        allocator.adopt(array("q", [1]))
+    before = (allocator.free_pages(), allocator.lent_pages())
+    message = f"page index: {wrong} is not the caller's: not allocated, or given up"
+    with pytest.raises(ValueError, match=message):
+        allocator.free(array("q", [0, wrong]))
+    assert (allocator.free_pages(), allocator.lent_pages()) == before
+
+
+def test_a_page_that_comes_twice_is_refused() -> None:
+    """The same page freed twice in one call is refused by its index; none is taken."""
+    allocator = PageAllocator(3)
+    allocator.allocate(2)
+    with pytest.raises(ValueError, match="page index: 1 comes twice"):
+        allocator.free(array("q", [1, 0, 1]))
+    assert (allocator.num_free, allocator.num_lent) == (1, 2)
+
+
+def test_a_page_is_free_lent_or_the_caches() -> None:
+    """What the cache adopts or takes is neither free nor lent, and free once it is taken back."""
+    allocator = PageAllocator(4)
+    lent = allocator.allocate(2)
+    assert lent is not None
+    allocator.adopt(lent[:1])
+    own = allocator.take(1)
+    assert own is not None
+    assert allocator.lent_pages() == {lent[1]}
+    assert allocator.num_free == 1
+    assert allocator.take(2) is None
+    allocator.take_back(lent[:1] + own)
+    assert (allocator.num_free, allocator.num_lent) == (3, 1)
+
+
+def test_the_lent_pages_are_a_copy() -> None:
+    """Changing what `lent_pages` returned changes nothing."""
+    allocator = PageAllocator(2)
     allocator.allocate(1)
-    with pytest.raises(ValueError, match="pages: 2 freed, 1 are out"):
-        allocator.free(array("q", [0, 1]))
-    assert allocator.num_free == 2
+    allocator.lent_pages().clear()
+    assert allocator.num_lent == 1
 
 
 def test_a_negative_number_is_refused() -> None:

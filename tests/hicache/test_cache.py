@@ -395,15 +395,53 @@ def test_what_follows_a_flush_is_told_after_the_clear() -> None:
     assert kinds == [BlockStored, AllBlocksCleared, BlockStored]
 
 
-def test_a_locked_root_does_not_hinder_a_flush() -> None:
-    """A lock that holds no page is a request that matched nothing; a flush goes ahead."""
+def test_a_locked_root_hinders_a_flush() -> None:
+    """A lock that holds no page yet is a request under way all the same; a flush waits for it."""
     cache = new_cache(8)
     put(cache, A)
     node = cache.match_prefix(B).node
     cache.lock(node)
-    cache.flush()
+    with pytest.raises(ValueError, match="flush: 1 locks are held"):
+        cache.flush()
     cache.unlock(node)
+    cache.flush()
     assert cache.num_resident == 0
+
+
+# ------------------------------------------------------------------------------------ reset_device
+
+
+def test_without_lower_tiers_a_reset_of_the_device_is_an_eviction_of_all() -> None:
+    """Everything goes, children first, and is told as removed; no clear."""
+    cache = new_cache(8)
+    put(cache, A)
+    put(cache, [*A[:4], *B])
+    cache.take_events()
+    cache.reset_device()
+    (event,) = cache.take_events()
+    assert isinstance(event, BlockRemoved)
+    assert set(event.block_hashes) == {*block_hashes(A, 4), *block_hashes([*A[:4], *B], 4)}
+    assert event.block_hashes[-1] == block_hashes(A, 4)[0]
+    assert (cache.num_resident, cache.device_pool.allocator.num_free) == (0, 8)
+    assert cache.violations() == []
+
+
+# ---------------------------------------------------------------------------- without lower tiers
+
+
+def test_a_cache_of_one_tier_has_nothing_to_do_below_it() -> None:
+    """Without host and storage a tick, a load back and a prefetch are nothing, and tell nothing."""
+    cache = new_cache(8)
+    node = put(cache, A).node
+    cache.take_events()
+    cache.tick()
+    assert cache.load_back(node) is None
+    assert cache.prefetch(A) is None
+    assert cache.num_in_flight == 0
+    assert cache.settle(0)
+    assert cache.take_events() == []
+    cache.close()
+    cache.close()
 
 
 # ------------------------------------------------------------------------------------------ events
@@ -496,7 +534,7 @@ REFUSED: dict[str, tuple[Callable[[HiRadixCache, Node], object], str]] = {
     ),
     "first page not cached": (
         lambda cache, node: cache.insert([*A[:8], *B], [], first_page=3),
-        "first_page: 3, but only 2 pages are cached",
+        "first_page: 3, but the device has only 2 pages",
     ),
     "negative token": (
         lambda cache, node: cache.insert([*B[:3], -1], [3]),
@@ -514,18 +552,47 @@ REFUSED: dict[str, tuple[Callable[[HiRadixCache, Node], object], str]] = {
         lambda cache, node: cache.unlock(node),
         "unlock: <Node ids 2.1 .* is not locked",
     ),
-    "flush while locked": (lambda cache, node: cache.flush(), "flush: 2 pages are locked"),
+    "flush while locked": (lambda cache, node: cache.flush(), "flush: 1 locks are held"),
+    "reset while locked": (
+        lambda cache, node: cache.reset_device(),
+        "reset_device: 1 locks are held",
+    ),
+    "page never allocated": (
+        lambda cache, node: cache.insert(B, [5]),
+        "page index: 5 is not the caller's: not allocated, or given up",
+    ),
+    "page freed again": (
+        lambda cache, node: cache.insert(B, [4]),
+        "page index: 4 is not the caller's: not allocated, or given up",
+    ),
+    "page of the cache": (
+        lambda cache, node: cache.insert(B, [1]),
+        "page index: 1 is not the caller's: not allocated, or given up",
+    ),
+    "page twice": (
+        lambda cache, node: cache.insert([*B, *C], [3, 3]),
+        "page index: 3 comes twice",
+    ),
+    "page twice across a known prefix": (
+        lambda cache, node: cache.insert([*A, *B, *C], [3, 3], first_page=3),
+        "page index: 3 comes twice",
+    ),
+    "fewer pages than a partial match needs": (
+        lambda cache, node: cache.insert([*A[:4], *B], [3]),
+        "page_indices: 1 indices for the 2 pages from page 0 on",
+    ),
     "negative eviction": (lambda cache, node: cache.evict(-1), "num_pages: -1 is negative"),
     "negative allocation": (lambda cache, node: cache.allocate(-1), "num_pages: -1 is negative"),
-    "free of a foreign page": (lambda cache, node: cache.free([2, 6]), "page index: 6 .* 0..5"),
+    "free of a foreign page": (lambda cache, node: cache.free([3, 6]), "page index: 6 .* 0..5"),
     "free of a page beyond 64 bits": (
         lambda cache, node: cache.free([2**63]),
         f"page index: {2**63} is not in 0..{2**63 - 1}",
     ),
-    "free of more pages than are out": (
-        lambda cache, node: cache.free(range(6)),
-        "pages: 6 freed, 3 are out",
+    "free of pages of the cache": (
+        lambda cache, node: cache.free([3, 1]),
+        "page index: 1 is not the caller's: not allocated, or given up",
     ),
+    "free of a page twice": (lambda cache, node: cache.free([3, 3]), "page index: 3 comes twice"),
 }
 
 
@@ -533,10 +600,15 @@ REFUSED: dict[str, tuple[Callable[[HiRadixCache, Node], object], str]] = {
 def test_a_refused_call_names_value_and_bound_and_changes_nothing(
     call: Callable[[HiRadixCache, Node], object], message: str
 ) -> None:
-    """A wrong argument is a ValueError that says what is wrong; the cache is as it was before."""
+    """A wrong argument is a ValueError that says what is wrong; the cache is as it was before.
+
+    Pages 0 to 2 are the cache's, 3 is the caller's, 4 was, and 5 was never allocated.
+    """
     cache = new_cache(6)
     node = put(cache, A).node
     cache.lock(cache.match_prefix(A[:8]).node)
+    assert cache.allocate(2) == array("q", [4, 3])
+    cache.free([4])
     cache.take_records()
     before = state_of(cache)
     with pytest.raises(ValueError, match=message):
@@ -545,15 +617,24 @@ def test_a_refused_call_names_value_and_bound_and_changes_nothing(
     assert cache.match_prefix(A).num_pages == 3
 
 
-@pytest.mark.parametrize("verb", [HiRadixCache.lock, HiRadixCache.unlock])
-def test_an_evicted_node_is_refused(verb: Callable[[HiRadixCache, Node], None]) -> None:
-    """Neither lock nor unlock takes a node that is not in the cache any more; nothing changes."""
+@pytest.mark.parametrize(
+    ("verb", "message"),
+    [
+        (HiRadixCache.lock, "is not in the cache any more"),
+        (HiRadixCache.load_back, "is not in the cache any more"),
+        (HiRadixCache.unlock, "unlock: .* is not locked"),
+    ],
+)
+def test_an_evicted_node_is_refused(
+    verb: Callable[[HiRadixCache, Node], object], message: str
+) -> None:
+    """A node that is not in the cache any more is neither locked nor loaded back; nothing changes."""
     cache = new_cache(4)
     put(cache, A)
     node = gone(cache)
     cache.take_records()
     before = state_of(cache)
-    with pytest.raises(ValueError, match="is not in the cache any more"):
+    with pytest.raises(ValueError, match=message):
         verb(cache, node)
     assert state_of(cache) == before
 
@@ -583,6 +664,7 @@ def test_a_namespace_is_a_namespace(wrong: object) -> None:
     for call in (
         lambda: cache.match_prefix([1, 2, 3, 4], wrong),  # type: ignore[arg-type]
         lambda: cache.insert([1, 2, 3, 4], pages, wrong),  # type: ignore[arg-type]
+        lambda: cache.prefetch([1, 2, 3, 4], wrong),  # type: ignore[arg-type]
     ):
         with pytest.raises(TypeError, match="namespace"):
             call()

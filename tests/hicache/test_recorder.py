@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 from array import array
+from collections.abc import Callable
 from random import Random
 
 import pytest
 from hicache_rig import NAMESPACES, new_cache, prompt_of, put
+from units_rig import MemoryStore, opened
 
 from hicache import HiRadixCache, Node
 from hicache.recorder import NullRecorder, Recorder
 from hicache.tier import Tier
 from hicache.tree import RadixTree
-from kvevents import BASE, Namespace, StorageMedium, pack_tokens
+from kvevents import BASE, BlockIndex, Materializer, Namespace, StorageMedium, pack_tokens
+from kvevents.index import Oddities
 from kvevents.records import BlockId, Clear, Record, Remove, StoreKnown, StoreNew
 
 A = list(range(12))
@@ -111,6 +114,24 @@ def test_a_second_copy_is_a_store_of_known_blocks() -> None:
     recorder.take()
     recorder.stored(node, Tier.DEVICE, new=False)
     assert recorder.take() == [StoreKnown(StorageMedium.GPU, BlockId(0), 3)]
+
+
+def test_removals_from_two_media_are_two_records() -> None:
+    """What goes from the host and then from the device is not joined."""
+    with opened() as rig:
+        rig.backed_up(A)
+        rig.cache.evict(1)
+        rig.cache._tiered.drop(rig.cache._tiered.next_victim(Tier.HOST, 1) or missing(), Tier.HOST)
+        rig.cache.evict(1)
+        assert rig.cache.take_records() == [
+            Remove(StorageMedium.GPU, [(BlockId(2), 1)]),
+            Remove(StorageMedium.CPU, [(BlockId(2), 1)]),
+            Remove(StorageMedium.GPU, [(BlockId(1), 1)]),
+        ]
+
+
+def missing() -> Node:
+    raise AssertionError("there is a host leaf to evict")
 
 
 def test_the_null_recorder_records_nothing() -> None:
@@ -288,3 +309,72 @@ def test_a_retelling_goes_by_age() -> None:
         ids += [one.first_id for one in cache.take_records() if isinstance(one, StoreNew)]
     assert len(ids) == 500
     assert ids == sorted(ids)
+
+
+# --------------------------------------------------------------------- re-telling the lower tiers
+
+
+def known(first_id: int, count: int, medium: StorageMedium) -> Record:
+    """The record of known blocks on another medium."""
+    return StoreKnown(medium, BlockId(first_id), count)
+
+
+def test_a_retelling_names_every_tier_of_a_block() -> None:
+    """Each block is told with its tokens once, on its first tier, and by its id on the others."""
+    with opened(store=MemoryStore()) as rig:
+        rig.backed_up(A)
+        rig.cache.evict(1)
+        rig.put(B)
+        rig.cache.take_records()
+        rig.cache.begin_retell()
+        rig.cache.retell(100)
+        clear, *records = rig.cache.take_records()
+        assert clear == Clear()
+        upper = store(0, A[:8], None, BASE)
+        lower = StoreNew(
+            StorageMedium.CPU, BlockId(2), 1, BlockId(1), None, bytes(pack_tokens(A[8:]))
+        )
+        assert sorted(map(repr, records)) == sorted(
+            map(
+                repr,
+                [
+                    upper,
+                    known(0, 2, StorageMedium.CPU),
+                    known(0, 2, StorageMedium.DISK),
+                    lower,
+                    known(2, 1, StorageMedium.DISK),
+                    store(3, B, None, BASE),
+                ],
+            )
+        )
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 100])
+def test_changes_of_the_lower_tiers_amid_a_retelling(num_blocks: int) -> None:
+    """What lands on the host or in the store, and what leaves it, is told once, whenever it happens."""
+    with opened(store=MemoryStore()) as rig:
+        for prompt in (A, [*A[:4], *B], list(range(50, 62))):
+            rig.backed_up(prompt)
+        rig.cache.evict(4)
+        rig.put(A)
+        rig.heard()
+        rig.cache.begin_retell()
+        materializer, index = Materializer(4), BlockIndex()
+        changes: list[Callable[[], object]] = [
+            lambda: rig.put([*A, *B]),
+            rig.land,
+            rig.cache.tick,
+            lambda: rig.cache.evict(3),
+            lambda: rig.fetched(list(range(50, 70))),
+            rig.cache.reset_device,
+            lambda: rig.put(A),
+        ]
+        for change in changes:
+            change()
+            rig.cache.retell(num_blocks)
+            index.apply(materializer.apply(rig.cache.take_records()))
+        while rig.cache.retelling:
+            rig.cache.retell(num_blocks)
+        index.apply(materializer.apply(rig.cache.take_records()))
+        assert index.resident == rig.cache.resident_blocks()
+        assert index.oddities == Oddities()

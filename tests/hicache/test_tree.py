@@ -96,21 +96,69 @@ def test_a_split_keeps_ids_locks_and_copies(cut: int) -> None:
     below = insert(tree, list(range(10)))
     node.copies[Tier.DEVICE] = array("q", [7, 5, 3, 1])
     node.num_held[Tier.DEVICE] = 1
+    node.copies[Tier.DISK] = range(4)
     node.lock_ref, node.pins, node.last_access, node.told = 2, 1, 6, 4
+    node.host_ref, node.host_pins, node.moving, node.hits, node.priority = 3, 1, 2, 5, 7
     upper = tree.split(node, cut)
     assert (upper.first_id, upper.num_pages) == (1, cut)
     assert (node.first_id, node.num_pages) == (1 + cut, 4 - cut)
     assert upper.key + node.key == packed(list(range(8)))
-    assert (upper.copies, node.copies) == (
-        [array("q", [7, 5, 3, 1][:cut])],
-        [array("q", [7, 5, 3, 1][cut:])],
-    )
-    assert (upper.num_held, node.num_held) == ([1], [1])
+    for half, pages in ((upper, [7, 5, 3, 1][:cut]), (node, [7, 5, 3, 1][cut:])):
+        disk = half.copies[Tier.DISK]
+        assert half.copies == [array("q", pages), None, disk, None]
+        assert isinstance(disk, range) and len(disk) == len(pages)
+    assert (upper.num_held, node.num_held) == ([1, 0, 1, 0], [1, 0, 0, 0])
     assert (upper.lock_ref, upper.pins, node.lock_ref, node.pins) == (2, 0, 2, 1)
     assert (upper.last_access, upper.told) == (node.last_access, node.told) == (6, 4)
+    assert (upper.host_ref, upper.host_pins, node.host_ref, node.host_pins) == (3, 0, 3, 1)
+    for half in (upper, node):
+        assert (half.moving, half.moves, half.hits, half.priority) == (2, 0, 5, 7)
     assert node.parent is upper and list(upper.children.values()) == [node]
     assert below.parent is node
     assert tree.walk(packed(list(range(10))), BASE).path == [upper, node, below]
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_split_divides_the_digests(cut: int) -> None:
+    """Each half keeps the digests of its own pages, so that none is computed again."""
+    tree = RadixTree(PAGE_SIZE)
+    node = insert(tree, list(range(6)))
+    node.digests = bytes(range(96))
+    upper = tree.split(node, cut)
+    assert upper.digests == bytes(range(32 * cut))
+    assert node.digests == bytes(range(32 * cut, 96))
+
+
+def test_a_split_is_announced_with_both_halves_in_place() -> None:
+    """Whoever asked is called with the upper half, once it is the lower half's parent."""
+    tree, seen = RadixTree(PAGE_SIZE), list[tuple[int, int]]()
+    tree.on_split = lambda upper: seen.extend(
+        (upper.num_pages, child.num_pages) for child in upper.children.values()
+    )
+    tree.split(insert(tree, list(range(8))), 3)
+    assert seen == [(3, 1)]
+
+
+def test_a_stretch_is_found_again_after_splits() -> None:
+    """The pages that end with a node are the same stretch, in as many nodes as splits have made."""
+    tree = RadixTree(PAGE_SIZE)
+    above = insert(tree, [9, 9])
+    node = insert(tree, [9, 9, *range(8)])
+    assert tree.stretch(node, 4) == [node]
+    middle = tree.split(node, 2)
+    first = tree.split(middle, 1)
+    assert tree.stretch(node, 4) == [first, middle, node]
+    assert tree.stretch(node, 5) == [above, first, middle, node]
+    assert tree.stretch(node, 0) == []
+
+
+@pytest.mark.parametrize("num_pages", [1, 4])
+def test_a_stretch_begins_with_a_node(num_pages: int) -> None:
+    """One that begins inside a node, or above the tree, is our own fault."""
+    tree = RadixTree(PAGE_SIZE)
+    node = insert(tree, list(range(6)))
+    with pytest.raises(AssertionError, match="T4"):
+        tree.stretch(node, num_pages)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 5, -1])

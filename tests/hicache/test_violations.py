@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from hicache_rig import new_cache, put
+from units_rig import D, MemoryStore, Rig, opened
 
 from hicache import HiRadixCache, Node
 from hicache.tier import Tier
@@ -66,7 +67,15 @@ def page_twice(cache: HiRadixCache, node: Node) -> None:
 
 
 def page_free_as_well(cache: HiRadixCache, node: Node) -> None:
-    cache.free(array("q", [pages_of(node)[0]]))
+    cache.device_pool.allocator.take_back(array("q", [pages_of(node)[0]]))
+
+
+def page_lent_as_well(cache: HiRadixCache, node: Node) -> None:
+    cache.device_pool.allocator._lent.add(pages_of(node)[0])
+
+
+def page_nowhere(cache: HiRadixCache, node: Node) -> None:
+    cache.device_pool.allocator.take(1)
 
 
 def page_of_no_pool(cache: HiRadixCache, node: Node) -> None:
@@ -78,13 +87,13 @@ def empty_leaf(cache: HiRadixCache, node: Node) -> None:
 
 
 def not_queued(cache: HiRadixCache, node: Node) -> None:
-    cache._evictable.clear()
+    cache._tiered.queues[Tier.DEVICE].clear()
 
 
 def pages_of(node: Node) -> array[int]:
     """The node's own array of pages."""
     pages = node.copies[Tier.DEVICE]
-    assert pages is not None
+    assert isinstance(pages, array)
     return pages
 
 
@@ -104,6 +113,8 @@ def pages_of(node: Node) -> array[int]:
         (count_too_high, "R3"),
         (page_twice, "C1"),
         (page_free_as_well, "C1"),
+        (page_lent_as_well, "C1"),
+        (page_nowhere, "C1"),
         (page_of_no_pool, "C1"),
         (empty_leaf, "C2"),
         (not_queued, "C2"),
@@ -119,3 +130,92 @@ def test_a_broken_invariant_is_named(
     assert cache.violations() == []
     fault(cache, node)
     assert invariant in {found[:2] for found in cache.violations()}
+
+
+# ------------------------------------------------------------------------------- the lower tiers
+
+
+def marked_as_moving(rig: Rig, node: Node) -> None:
+    node.moving |= 1 << Tier.DEVICE
+
+
+def not_marked(rig: Rig, node: Node) -> None:
+    node.moving = 0
+
+
+def hold_too_many(rig: Rig, node: Node) -> None:
+    node.moves += 1
+
+
+def host_hold_too_many(rig: Rig, node: Node) -> None:
+    node.host_pins += 1
+
+
+def host_ref_too_many(rig: Rig, node: Node) -> None:
+    node.host_ref += 1
+
+
+def flight_forgotten(rig: Rig, node: Node) -> None:
+    rig.cache._flights._flights.clear()
+
+
+def flight_twice(rig: Rig, node: Node) -> None:
+    rig.cache._flights._flights *= 2
+
+
+def host_page_twice(rig: Rig, node: Node) -> None:
+    rig.host.allocator.take_back(array("q", [rig.cache._flights._flights[0].owned[0]]))
+
+
+def not_queued_on_the_host(rig: Rig, node: Node) -> None:
+    rig.cache._tiered.queues[Tier.HOST].clear()
+
+
+def directory_of(rig: Rig) -> dict[bytes, Node]:
+    """Key to node."""
+    assert rig.cache._storage is not None
+    return rig.cache._storage.directory
+
+
+def stored_page_unknown(rig: Rig, node: Node) -> None:
+    directory_of(rig).popitem()
+
+
+def stored_page_too_many(rig: Rig, node: Node) -> None:
+    directory_of(rig)[b"k"] = node
+
+
+def protected_on_the_host(rig: Rig, node: Node) -> None:
+    rig.cache._residency._protected[Tier.HOST] += 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "invariant"),
+    [
+        (marked_as_moving, "C3"),
+        (not_marked, "C3"),
+        (hold_too_many, "C3"),
+        (hold_too_many, "T3"),
+        (host_hold_too_many, "T3"),
+        (host_ref_too_many, "T3"),
+        (flight_forgotten, "C3"),
+        (flight_forgotten, "C1"),
+        (flight_twice, "C3"),
+        (host_page_twice, "C1"),
+        (not_queued_on_the_host, "C2"),
+        (stored_page_unknown, "L1"),
+        (stored_page_too_many, "L1"),
+        (protected_on_the_host, "R3"),
+    ],
+)
+def test_a_broken_invariant_of_the_lower_tiers_is_named(
+    fault: Callable[[Rig, Node], None], invariant: str
+) -> None:
+    """With one prompt stored, one on device and host and one on its way, each fault is seen."""
+    with opened(store=MemoryStore()) as rig:
+        rig.backed_up(D)
+        rig.cache.tick()
+        node = rig.put(A).node
+        assert rig.heard() == ["S(GPU: a1 a2 a3 | None)"]
+        fault(rig, node)
+        assert invariant in {found[:2] for found in rig.cache.violations()}
