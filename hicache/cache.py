@@ -400,7 +400,8 @@ class HiRadixCache:
         deadline = time.monotonic() + timeout_s
         self.tick()
         while self.num_in_flight:
-            if time.monotonic() > deadline:
+            late = time.monotonic() > deadline
+            if any(self._agreement.least([-int(late)])):
                 return False
             time.sleep(0.0005)
             self.tick()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Lock
 from typing import TypeAlias
 
 from hicache.node import PageIndices
@@ -45,10 +46,11 @@ class _Late:
         self.fault, self.delay = fault, fault.delay
         self.target, self.device, self.host = target, device, host
         self.job: TransferJob | None = None
+        self.closed = False
 
     def poll(self) -> bool | None:
         if self.job is None:
-            return None
+            return False if self.closed else None
         done = self.job.poll()
         return done and not self.fault.fails
 
@@ -85,6 +87,9 @@ class FaultyTransfers:
 
     def close(self) -> None:
         self._inner.close()
+        for late in self._late:
+            late.closed = True
+        self._late.clear()
 
     def _begin(self, ready: list[_Late]) -> None:
         for late in ready:
@@ -94,12 +99,27 @@ class FaultyTransfers:
         self._inner.start()
 
 
+class _LateCall:
+    """A call of a store that is put off."""
+
+    def __init__(self, fault: Fault, start: Callable[[int], Future[int]], count: int) -> None:
+        self.fault, self.delay = fault, fault.delay
+        self.future: Future[int] = Future()
+        self._start, self._count = start, count // 2 if fault.fails else count
+
+    def begin(self) -> None:
+        self._start(self._count).add_done_callback(
+            lambda done: self.future.set_result(0 if done.cancelled() else done.result())
+        )
+
+
 class FaultyStorage:
     """`inner`, with faults. A tick is a call of `take_lost`."""
 
     def __init__(self, inner: StorageBackend, plan: Plan) -> None:
         self._inner, self._plan = inner, plan
-        self._late: list[tuple[Fault, list[int], Callable[[], None]]] = []
+        self._late: list[_LateCall] = []
+        self._lock = Lock()
 
     @property
     def tier(self) -> Tier:
@@ -142,36 +162,35 @@ class FaultyStorage:
         return self._inner.audit(keys)
 
     def take_lost(self) -> list[bytes]:
-        for _, delay, _ in self._late:
-            delay[0] -= 1
-        self._begin(lambda fault, delay: delay < 0 and not fault.never)
+        with self._lock:
+            for call in self._late:
+                call.delay -= 1
+        self._begin(lambda call: call.delay < 0 and not call.fault.never)
         return self._inner.take_lost()
 
     def release(self) -> None:
         """What was never to end is only late from now on."""
-        self._begin(lambda _fault, _delay: True)
+        self._begin(lambda _: True)
 
     def close(self) -> None:
         self._inner.close()
+        with self._lock:
+            late, self._late = self._late, []
+        for call in late:
+            call.future.cancel()
 
-    def _call(self, name: str, call: Callable[[int], Future[int]], count: int) -> Future[int]:
-        fault = self._plan(name)
-        future: Future[int] = Future()
+    def _call(self, name: str, start: Callable[[int], Future[int]], count: int) -> Future[int]:
+        call = _LateCall(self._plan(name), start, count)
+        if call.delay or call.fault.never:
+            with self._lock:
+                self._late.append(call)
+        else:
+            call.begin()
+        return call.future
 
-        def begin() -> None:
-            inner = call(count // 2 if fault.fails else count)
-            inner.add_done_callback(
-                lambda done: future.set_result(0 if done.cancelled() else done.result())
-            )
-
-        self._late.append((fault, [fault.delay], begin))
-        self._begin(lambda fault, delay: delay < 1 and not fault.never)
-        return future
-
-    def _begin(self, ready: Callable[[Fault, int], bool]) -> None:
-        late, self._late = self._late, []
-        for fault, delay, begin in late:
-            if ready(fault, delay[0]):
-                begin()
-            else:
-                self._late.append((fault, delay, begin))
+    def _begin(self, ready: Callable[[_LateCall], bool]) -> None:
+        with self._lock:
+            begun = [call for call in self._late if ready(call)]
+            self._late = [call for call in self._late if call not in begun]
+        for call in begun:
+            call.begin()

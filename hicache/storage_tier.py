@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 
 from hicache.agreement import Agreement
 from hicache.flight import Flight, Flights
@@ -73,20 +73,20 @@ class StorageTier:
     # ------------------------------------------------------------------------------- the start
 
     def restore(self, held: list[StoredPage]) -> None:
-        """Announce what the store has from an earlier run, on every rank: a clear, and nodes for it.
+        """Announce what the stores of all ranks have from an earlier run: a clear, and nodes for it.
 
         Nothing else is in the tree yet. A page whose key is not that of its tokens is deleted, and so is
         what is below it.
         """
-        by_rank = self._agreement.gather([page.key for page in held])
+        sound = self._sound(held)
+        by_rank = self._agreement.gather(list(sound))
         if not any(by_rank):
             return
         self._tiered.residency.clear()
-        common = set(by_rank[0]).intersection(*by_rank)
         below: dict[bytes | None, list[StoredPage]] = {}
-        for page in sorted(held, key=lambda page: page.key):  # the same order on every rank
-            if page.key in common:
-                below.setdefault(page.parent, []).append(page)
+        for key in sorted(set(sound).intersection(*by_rank)):  # the same order on every rank
+            page = sound[key][0]
+            below.setdefault(page.parent, []).append(page)
         tree = self._tiered.tree
         waiting = [(tree.root(page.namespace), page) for page in reversed(below.get(None, ()))]
         while waiting:
@@ -94,32 +94,33 @@ class StorageTier:
             chain = [page]
             while len(after := below.get(chain[-1].key, [])) == 1:
                 chain += after
-            node = self._restore_chain(
-                tree.root(page.namespace) if parent.is_root else parent, chain
-            )
-            if node is not None and node.num_pages == len(chain):
-                waiting += [(node, one) for one in reversed(after)]
+            parent = tree.root(page.namespace) if parent.is_root else parent
+            node = tree.add(parent, b"".join(one.tokens for one in chain))
+            node.digests = b"".join(sound[one.key][1] for one in chain)
+            self._tiered.store(node, self.tier, range(node.num_pages))
+            self._register(node)
+            waiting += [(node, one) for one in reversed(after)]
 
-    def _restore_chain(self, parent: Node, chain: list[StoredPage]) -> Node | None:
-        """A node of the leading pages that are what their keys say; the others are deleted."""
-        tokens = b"".join(page.tokens for page in chain)
-        digests = b"".join(
-            block_digests(self.last_digest(parent), TokenBytes(tokens), self._page_size)
-        )
-        keys = page_keys(digests, parent.namespace)
-        good = sum(
-            1
-            for _ in takewhile(lambda both: both[0] == both[1].key, zip(keys, chain, strict=False))
-        )
-        if good < len(chain):
-            self.backend.delete([page.key for page in chain[good:]])
-        if not good:
-            return None
-        node = self._tiered.tree.add(parent, tokens[: good * self._tiered.tree.page_bytes])
-        node.digests = digests[: good * DIGEST_BYTES]
-        self._tiered.store(node, self.tier, range(node.num_pages))
-        self._register(node)
-        return node
+    def _sound(self, held: list[StoredPage]) -> dict[bytes, tuple[StoredPage, bytes]]:
+        """The pages that are what their keys say, with their digests; the others are deleted."""
+        below: dict[bytes | None, list[StoredPage]] = {}
+        for page in held:
+            below.setdefault(page.parent, []).append(page)
+        sound: dict[bytes, tuple[StoredPage, bytes]] = {}
+        waiting = [(page, chain_seed(page.namespace)) for page in below.get(None, ())]
+        while waiting:
+            page, parent = waiting.pop()
+            digest = b"".join(block_digests(parent, TokenBytes(page.tokens), self._page_size))
+            if page_keys(digest, page.namespace) == [page.key]:
+                sound[page.key] = page, digest
+                waiting += [
+                    (one, digest)
+                    for one in below.get(page.key, ())
+                    if one.namespace == page.namespace
+                ]
+        if bad := [page.key for page in held if page.key not in sound]:
+            self.backend.delete(bad)
+        return sound
 
     # --------------------------------------------------------------------------------- writing
 
