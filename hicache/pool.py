@@ -88,17 +88,15 @@ class PagePool:
         if self.device.type == "cpu":
             _check_room("device", num_pages * self.bytes_per_page)
         self.allocator = PageAllocator(num_pages)
-        size = (num_pages, page_size, *shape.plane_shape)
+        size = (shape.num_planes, num_pages, page_size, *shape.plane_shape)
         try:
-            self.planes = [
-                torch.zeros(size, dtype=shape.dtype, device=self.device)
-                for _ in range(shape.num_planes)
-            ]
+            memory = torch.zeros(size, dtype=shape.dtype, device=self.device)
         except RuntimeError as error:
             needed = num_pages * self.bytes_per_page
             raise ValueError(f"num_pages: {num_pages} pages need {needed} bytes: {error}") from None
-        self.raw = [plane.view(torch.uint8).view(num_pages, -1) for plane in self.planes]
-        """The same memory as bytes, a row for each page: any dtype can be copied as bytes."""
+        self.planes = list(memory.unbind())
+        self.raw = memory.view(torch.uint8).view(shape.num_planes, num_pages, -1)
+        """The same memory as bytes, a row for each page of each plane: any dtype is copied as bytes."""
 
     @property
     def bytes_per_page(self) -> int:

@@ -157,15 +157,16 @@ class CudaTransfers:
     def __init__(
         self, device_pool: PagePool, host_pool: HostPool, *, chunk_pages: int = 32
     ) -> None:
-        self._device, self._host = device_pool, host_pool
+        self._device = device_pool
+        self._planes, self._pages = as_words(device_pool.raw), as_words(host_pool.raw)
         self._chunk = chunk_pages
-        size = (chunk_pages, *host_pool.raw.shape[1:])
+        size = (chunk_pages, *self._pages.shape[1:])
         self._streams, self._staging = {}, {}
         for target in (Tier.HOST, Tier.DEVICE):
             stream = self._streams[target] = torch.cuda.Stream(device_pool.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 self._staging[target] = torch.empty(
-                    size, dtype=torch.uint8, device=device_pool.device
+                    size, dtype=self._pages.dtype, device=device_pool.device
                 )
         self._submitted: list[tuple[_CudaJob, Tier, _Batch]] = []
         self._closed = False
@@ -232,15 +233,31 @@ class CudaTransfers:
     def _copy(self, target: Tier, index: torch.Tensor, host_pages: PageIndices) -> None:
         staging = self._staging[target][: len(host_pages)]
         if target is Tier.HOST:
-            for plane, raw in enumerate(self._device.raw):
-                staging[:, plane] = raw.index_select(0, index)
+            gather(self._planes, index, staging)
             for place, page in enumerate(host_pages):
-                self._host.raw[page].copy_(staging[place], non_blocking=True)
+                self._pages[page].copy_(staging[place], non_blocking=True)
         else:
             for place, page in enumerate(host_pages):
-                staging[place].copy_(self._host.raw[page], non_blocking=True)
-            for plane, raw in enumerate(self._device.raw):
-                raw.index_copy_(0, index, staging[:, plane])
+                staging[place].copy_(self._pages[page], non_blocking=True)
+            scatter(staging, index, self._planes)
+
+
+def as_words(raw: torch.Tensor) -> torch.Tensor:
+    """The same bytes in the widest words that a plane's page is a multiple of: fewer to gather."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if raw.shape[-1] % dtype.itemsize == 0:
+            return raw.view(dtype)
+    return raw
+
+
+def gather(planes: torch.Tensor, index: torch.Tensor, pages: torch.Tensor) -> None:
+    """Fill `pages` (n, planes, words), laid out as the host's, from the rows `index` of each plane."""
+    pages.copy_(planes.index_select(1, index).transpose(0, 1))
+
+
+def scatter(pages: torch.Tensor, index: torch.Tensor, planes: torch.Tensor) -> None:
+    """The way back."""
+    planes.index_copy_(1, index, pages.transpose(0, 1))
 
 
 def _joined(batches: Iterable[_Batch]) -> _Batch:

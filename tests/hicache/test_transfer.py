@@ -18,7 +18,16 @@ import torch
 from hicache import HiCacheConfig, HiRadixCache, HostPool, KVShape, MLAShape, PagePool, Tier
 from hicache.node import PageIndices
 from hicache.pool import Shape
-from hicache.transfer import CpuTransfers, CudaTransfers, TransferJob, Transfers, transfers_for
+from hicache.transfer import (
+    CpuTransfers,
+    CudaTransfers,
+    TransferJob,
+    Transfers,
+    as_words,
+    gather,
+    scatter,
+    transfers_for,
+)
 from kvevents import BlockStored, StorageMedium
 
 NUM_PAGES = 12
@@ -485,3 +494,28 @@ def test_a_cuda_pool_has_its_copier(cuda: Rig) -> None:
     transfers = transfers_for(cuda.pool, cuda.host)
     assert isinstance(transfers, CudaTransfers)
     transfers.close()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        KVShape(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16),
+        MLAShape(num_layers=2, latent_dim=3, dtype=torch.uint8),
+    ],
+)
+def test_gathered_pages_have_the_hosts_layout(shape: Shape) -> None:
+    """What the CUDA path gathers on the device is the host's page, byte for byte, and goes back to the
+    same places; here on CPU tensors.
+    """
+    pool, host = PagePool(7, 5, shape), HostPool(4, 5, shape)
+    pool.raw.random_(0, 256)
+    before, chosen = pool.raw.clone(), array("q", [3, 0, 6])
+    planes, pages = as_words(pool.raw), as_words(host.raw)
+    gather(planes, pool.index(chosen), pages[:3])
+    for place, page in enumerate(chosen):
+        assert bytes(host.page(place)) == b"".join(bytes(raw[page].tolist()) for raw in before)
+    pool.raw.zero_()
+    scatter(pages[:3], pool.index(chosen), planes)
+    for page in range(7):
+        expected = before[:, page] if page in chosen else torch.zeros_like(before[:, page])
+        assert torch.equal(pool.raw[:, page], expected)
