@@ -5,8 +5,8 @@ pages that turned out to be there already, `unlock`. Each step of the scheduler 
 not, and ends with the link taking the records.
 
 With a host tier, a match may go on where its device pages end: lock `host_node` instead, `load_back`,
-and match again when that is done. With storage, `prefetch` what no tier has while the request waits,
-and match when `prefetch_done` says so.
+and match again when that is done. With storage, `prefetch` what neither of the two has while the
+request waits, and match when `prefetch_done` says so.
 
 A request that goes on after an `insert` (the next chunk of a prefill, decoding) locks the insertion's
 node and unlocks the one it had, or its pages may be evicted under it. Where the insert found pages
@@ -22,7 +22,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from hicache.agreement import Agreement, Alone
 from hicache.flight import Flight, Flights
@@ -105,6 +105,10 @@ class CacheStats:
     """Copies and writes of which some pages did not arrive."""
     abandoned_flights: int
     """Those that ended when nobody waited for them any more."""
+    without_room: int
+    """Pages that were to be backed up, and found no room on the host, each time they were."""
+    missed_writes: int
+    """Pages that left the host before they were written to storage."""
     storage: StorageStats | None
 
 
@@ -138,11 +142,15 @@ class HiRadixCache:
         _check_pools(device_pool, host_pool, storage, transfers)
         self.page_size = device_pool.page_size
         self.device_pool, self.host_pool = device_pool, host_pool
-        self._config = config = config or HiCacheConfig()
+        config = config or HiCacheConfig()
+        if not isinstance(config, HiCacheConfig):
+            raise TypeError(f"config: a {type(config).__name__} is not a HiCacheConfig")
+        self._config = config
         self._agreement = agreement = agreement or Alone()
         self._hash_format = hash_format
         self._clock = clock
         self._materializer: Materializer | None = None
+        self._taken_as_records = False
         self._num_locks = 0
 
         self._tree = RadixTree(self.page_size)
@@ -185,6 +193,12 @@ class HiRadixCache:
         """How the blocks' hashes are made."""
         return self._hash_format
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # -------------------------------------------------------------------------------- requests
 
     def match_prefix(self, tokens: Any, namespace: Namespace = BASE) -> Match:
@@ -215,7 +229,7 @@ class HiRadixCache:
         return Match(pages, device_end, self.page_size, num_host_pages, host_end)
 
     def allocate(self, num_pages: int) -> PageIndices | None:
-        """`num_pages` device pages for the caller, evicting as needed.
+        """`num_pages` device pages for the caller, evicting as needed, which under write_back waits.
 
         None, and nothing evicted, when not even evicting all that is unlocked would do. Raises
         ValueError for a negative number.
@@ -246,6 +260,7 @@ class HiRadixCache:
         TypeError for a namespace that is none, and what `pack_tokens` raises.
         """
         _check_namespace(namespace)
+        priority = operator.index(priority)
         packed = pack_tokens(tokens)
         page_bytes = self._tree.page_bytes
         whole = len(packed) // page_bytes
@@ -312,6 +327,7 @@ class HiRadixCache:
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of this node. Raises ValueError when it has none."""
+        _check_node(node)
         if not node.pins:
             raise ValueError(f"unlock: {node} is not locked")
         self._tiered.unpin(node)
@@ -338,8 +354,9 @@ class HiRadixCache:
     def prefetch(self, tokens: Any, namespace: Namespace = BASE) -> Prefetch | None:
         """Begin to fetch from storage what neither device nor host has of a prompt.
 
-        None when there is no storage, the rest is shorter than `prefetch_threshold`, or too many pages
-        are being fetched already: compute them. Raises as `match_prefix` does.
+        At most `prefetch_max_pages` of it. None when there is no storage, when the rest is shorter than a
+        page or `prefetch_threshold`, or when too many pages are being fetched already: compute them.
+        Raises as `match_prefix` does.
         """
         _check_namespace(namespace)
         packed = pack_tokens(tokens)
@@ -355,10 +372,12 @@ class HiRadixCache:
 
         Under best_effort, and after a timeout, asking ends the prefetch.
         """
+        _check_prefetch(prefetch)
         return self._prefetches is None or self._prefetches.is_done(prefetch)
 
     def cancel_prefetch(self, prefetch: Prefetch) -> None:
         """The request is gone: nothing lands any more. Safe to call at any time."""
+        _check_prefetch(prefetch)
         if self._prefetches is not None:
             self._prefetches.cancel(prefetch)
 
@@ -408,7 +427,10 @@ class HiRadixCache:
         return True
 
     def close(self) -> None:
-        """Stop the threads and close the storage. Bounded in time, safe to call twice."""
+        """Stop the threads and close the storage. Bounded in time, safe to call twice.
+
+        What was not written yet never will be: `settle` first.
+        """
         if self._prefetches is not None:
             self._prefetches.cancel_all()
         if self._transfers is not None:
@@ -497,12 +519,20 @@ class HiRadixCache:
     def take_records(self) -> list[Record]:
         """The residency records since the last call, for a sidecar to make events of.
 
-        A cache's changes are taken either as records or as events, not by turns.
+        A cache's changes are taken either as records or as events: raises ValueError after `take_events`.
         """
+        if self._materializer is not None:
+            raise ValueError("take_records: this cache's changes are being taken as events")
+        self._taken_as_records = True
         return self._recorder.take()
 
     def take_events(self) -> list[Event]:
-        """The events since the last call, made in this process."""
+        """The events since the last call, made in this process.
+
+        Raises ValueError after `take_records`.
+        """
+        if self._taken_as_records:
+            raise ValueError("take_events: this cache's changes are being taken as records")
         if self._materializer is None:
             self._materializer = Materializer(self.page_size, self._hash_format)
         return self._materializer.apply(self._recorder.take())
@@ -557,14 +587,16 @@ class HiRadixCache:
                 self._residency.num_dropped,
             )
         )
-        storage = self._storage.backend.stats if self._storage is not None else None
+        tier = self._storage
         return CacheStats(
             resident,
             stored,
             dropped,
             self._flights.num_failed,
             self._flights.num_abandoned,
-            storage,
+            self._mover.num_without_room,
+            tier.num_missed if tier is not None else 0,
+            tier.backend.stats if tier is not None else None,
         )
 
     def resident_blocks(self) -> dict[StorageMedium, set[BlockHash]]:
@@ -630,6 +662,7 @@ class HiRadixCache:
         return pages
 
     def _check_held(self, node: Node) -> None:
+        _check_node(node)
         if node.is_root:
             return
         if node not in self._tree:
@@ -660,6 +693,12 @@ def _check_pools(
     storage: StorageBackend | None,
     transfers: Transfers | None,
 ) -> None:
+    for name, pool, kind in (
+        ("device_pool", device_pool, PagePool),
+        ("host_pool", host_pool, HostPool | None),
+    ):
+        if not isinstance(pool, kind):
+            raise TypeError(f"{name}: a {type(pool).__name__} is none")
     if host_pool is None:
         for name, given in (("storage", storage), ("transfers", transfers)):
             if given is not None:
@@ -669,6 +708,16 @@ def _check_pools(
         device, host = getattr(device_pool, field), getattr(host_pool, field)
         if device != host:
             raise ValueError(f"host_pool: {field} {host}, the device pool has {device}")
+
+
+def _check_prefetch(prefetch: Prefetch) -> None:
+    if not isinstance(prefetch, Prefetch):
+        raise TypeError(f"prefetch: a {type(prefetch).__name__} is not a Prefetch")
+
+
+def _check_node(node: Node) -> None:
+    if not isinstance(node, Node):
+        raise TypeError(f"node: a {type(node).__name__} is not a Node, as `match.node` is")
 
 
 def _check_namespace(namespace: Namespace) -> None:

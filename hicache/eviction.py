@@ -101,7 +101,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 
 def eviction_policy(name: str) -> EvictionPolicy:
     """The policy of that name. Raises ValueError for a name that is none."""
-    made = POLICIES.get(name)
+    made = POLICIES.get(name) if isinstance(name, str) else None
     if made is None:
         raise ValueError(f"eviction_policy: {name!r} is none of {', '.join(POLICIES)}")
     return made()

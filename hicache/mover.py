@@ -31,6 +31,8 @@ class Mover:
         self._agreement, self._config = agreement, config
         self.on_backup: Callable[[Node], None] | None = None
         """Called with the end of a path that arrived on the host."""
+        self.num_without_room = 0
+        """Pages that were to be copied to the host, which was full of what is locked."""
         self._writes_back = transfers is not None and config.write_policy is WritePolicy.WRITE_BACK
 
     def after_insert(self, path: list[Node]) -> None:
@@ -43,8 +45,26 @@ class Mover:
             if node.copies[Tier.HOST] is not None:
                 break
             if node.hits >= needed:
-                self.backup(node)
+                self._back_up_what_fits(node)
                 break
+
+    def _back_up_what_fits(self, node: Node) -> None:
+        """As `backup`; of a path that is too long for the host its leading pages."""
+        if self.backup(node):
+            return
+        lacking = self._lacking(node, Tier.HOST)
+        self._tiered.hold(node)
+        room = self._tiered.allocators[Tier.HOST].num_free + self._tiered.num_evictable(Tier.HOST)
+        self._tiered.release(node)
+        self.num_without_room += sum(one.num_pages for one in lacking) - room
+        for one in lacking:
+            if one.num_pages > room:
+                if room:
+                    self.backup(self._tiered.tree.split(one, room))
+                elif one.parent is not None:
+                    self.backup(one.parent)
+                return
+            room -= one.num_pages
 
     def backup(self, node: Node) -> bool:
         """Copy the path to `node` to the host, as far as it is neither there nor under way.
@@ -106,8 +126,11 @@ class Mover:
             node = self._tiered.next_victim(Tier.DEVICE, left)
             if node is None:
                 break
-            if self._writes_back and node.copies[Tier.HOST] is None and self.backup(node):
-                self._await_backups()
+            if self._writes_back and node.copies[Tier.HOST] is None:
+                if self.backup(node):
+                    self._await_backups()
+                else:
+                    self.num_without_room += node.num_pages
             left -= node.num_pages
             self._tiered.drop(node, Tier.DEVICE)
         return num_pages - left

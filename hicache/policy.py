@@ -20,7 +20,7 @@ class WritePolicy(StrEnum):
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
     """When it was inserted `write_through_threshold` times."""
     WRITE_BACK = "write_back"
-    """When it is evicted from the device, which waits for the copy."""
+    """When it is evicted from the device, which waits for the copy; what stays there goes nowhere."""
 
 
 class PrefetchPolicy(StrEnum):
@@ -41,6 +41,7 @@ class HiCacheConfig:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     write_through_threshold: int = 2
     eviction_policy: str = "lru"
+    """Of device and host: lru, lfu, fifo, mru, filo, priority or slru."""
     load_back_threshold: int = 10
     """Tokens; fewer are computed anew rather than copied."""
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
@@ -70,19 +71,21 @@ class HiCacheConfig:
             ("write_through_threshold", 1),
             ("load_back_threshold", 0),
             ("prefetch_threshold", 0),
-            ("prefetch_timeout_base_s", 0),
-            ("prefetch_timeout_per_ki_token_s", 0),
             ("prefetch_max_pages", 1),
-            ("transfer_timeout_s", 0),
             ("storage_queue_pages", 1),
         ):
             value = getattr(self, field)
             if value is None and field in _OPTIONAL:
                 continue
-            if not isinstance(value, (int, float)):
-                raise TypeError(f"{field}: {value!r} is not a number")
-            if not value >= low:
+            if type(value) is not int:
+                raise TypeError(f"{field}: {value!r} is not an int")
+            if value < low:
                 raise ValueError(f"{field}: {value} is below {low}")
+        for field in ("prefetch_timeout_base_s", "prefetch_timeout_per_ki_token_s"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field}: {getattr(self, field)} is below 0")
+        if not self.transfer_timeout_s > 0:
+            raise ValueError(f"transfer_timeout_s: {self.transfer_timeout_s} is not above 0")
         eviction_policy(self.eviction_policy)
 
 

@@ -84,14 +84,17 @@ class PagePool:
     ) -> None:
         _check_page_size(page_size)
         self.num_pages, self.page_size, self.shape = num_pages, page_size, shape
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device: {device!r}: {error}") from None
         if self.device.type == "cpu":
             _check_room("device", num_pages * self.bytes_per_page)
         self.allocator = PageAllocator(num_pages)
         size = (shape.num_planes, num_pages, page_size, *shape.plane_shape)
         try:
             memory = torch.zeros(size, dtype=shape.dtype, device=self.device)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             needed = num_pages * self.bytes_per_page
             raise ValueError(f"num_pages: {num_pages} pages need {needed} bytes: {error}") from None
         self.planes = list(memory.unbind())
@@ -121,22 +124,28 @@ class PagePool:
         """Fill `pages` of one layer from K and V, or from the latent.
 
         Each part has shape (len(pages), page_size, *shape.plane_shape) and the pool's dtype.
-        Raises ValueError for a wrong number of parts, TypeError for another dtype.
+        Raises ValueError for a layer that is none and for a wrong number or shape of parts, TypeError for
+        another dtype; nothing is written then.
         """
         planes = self._planes_of(layer)
         if len(parts) != len(planes):
             raise ValueError(f"parts: {len(parts)} for a layer of {len(planes)}")
-        index = self.index(pages)
-        for plane, part in zip(planes, parts, strict=True):
+        pages = as_pages(pages)
+        index, size = self.index(pages), self._size_of(pages)
+        for part in parts:
             if part.dtype != self.shape.dtype:
                 raise TypeError(f"dtype: {part.dtype}, the pool has {self.shape.dtype}")
+            if part.shape != size:
+                raise ValueError(f"shape: {tuple(part.shape)}, the pages have {size}")
+        for plane, part in zip(planes, parts, strict=True):
             if pages:
                 bytes_of = part.contiguous().view(torch.uint8).view(len(pages), -1)
                 self.raw[plane].index_copy_(0, index, bytes_of)
 
     def read(self, layer: int, pages: PageIndices) -> tuple[torch.Tensor, ...]:
         """Copies of K and V, or of the latent, of `pages` of one layer, shaped as `write` takes them."""
-        index, size = self.index(pages), (len(pages), self.page_size, *self.shape.plane_shape)
+        pages = as_pages(pages)
+        index, size = self.index(pages), self._size_of(pages)
         return tuple(
             self.raw[plane].index_select(0, index).view(self.shape.dtype).view(size)
             for plane in self._planes_of(layer)
@@ -148,7 +157,12 @@ class PagePool:
             raise TypeError("k, v: the pool has latents")
         return self.shape.num_layers
 
+    def _size_of(self, pages: PageIndices) -> tuple[int, ...]:
+        return (len(pages), self.page_size, *self.shape.plane_shape)
+
     def _planes_of(self, layer: int) -> range:
+        if not 0 <= layer < self.shape.num_layers:
+            raise ValueError(f"layer: {layer} is not in 0..{self.shape.num_layers - 1}")
         return range(layer, self.shape.num_planes, self.shape.num_layers)
 
 
@@ -257,6 +271,8 @@ def _bytes_per_token(shape: Shape) -> int:
 
 
 def _check_positive(shape: Shape, *fields: str) -> None:
+    if not isinstance(shape.dtype, torch.dtype):
+        raise TypeError(f"dtype: {shape.dtype!r} is not a torch.dtype")
     for field in fields:
         if getattr(shape, field) < 1:
             raise ValueError(f"{field}: {getattr(shape, field)} is below 1")

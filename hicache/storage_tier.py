@@ -58,6 +58,8 @@ class StorageTier:
         self._directory: dict[bytes, Node] = {}
         self._waiting: dict[Node, None] = {}
         """Nodes that are to be written, the first to wait first."""
+        self.num_missed = 0
+        """Pages that left the host before storage got round to them."""
         self._num_flying = 0
         host_pages = tiered.allocators[Tier.HOST].num_pages
         self._most_flying = config.storage_queue_pages or max(1, host_pages // 4)
@@ -129,7 +131,9 @@ class StorageTier:
         if node.copies[self.tier] is None:
             self._waiting[node] = None
             if len(self._waiting) > _MOST_WAITING:  # a store that hangs: the next use asks again
-                del self._waiting[next(iter(self._waiting))]
+                oldest = next(iter(self._waiting))
+                del self._waiting[oldest]
+                self.num_missed += oldest.num_pages
 
     def submit(self) -> None:
         """Send off what waits, a bounded number of pages at a time."""
@@ -148,6 +152,7 @@ class StorageTier:
         at, bit = node, 1 << self.tier
         while not at.is_root and at.copies[self.tier] is None and not at.moving & bit:
             if at.parent is None or at.copies[Tier.HOST] is None:
+                self.num_missed += node.num_pages
                 return 0  # evicted since
             stretch.append(at)
             at = at.parent

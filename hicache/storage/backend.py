@@ -80,7 +80,8 @@ class StorageBackend(Protocol):
     def attach(self, pool: HostPool) -> None:
         """Called once, before all else: the pages that `put` and `get` name are this pool's.
 
-        Raises StorageError for a pool of another shape, dtype or page size than the store is for.
+        Raises StorageError for a pool of another shape, dtype or page size than the store is for, and
+        when it has a pool already.
         """
 
     def held(self) -> list[StoredPage]:

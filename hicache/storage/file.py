@@ -84,6 +84,8 @@ class FileStorage:
 
     def attach(self, pool: HostPool) -> None:
         """Called once, before all else. Raises StorageError for a pool of another format."""
+        if self._pool is not None:
+            raise StorageError("attach: the store has a cache already")
         for name, has, wanted in (
             ("dtype", pool.shape.dtype, self._form.shape.dtype),
             ("shape", pool.shape, self._form.shape),

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import msgspec
 
-from hicache.pool import KVShape, Shape
+from hicache.pool import HostPool, KVShape, PagePool, Shape
 
 __all__ = [
     "KeyScheme",
@@ -40,6 +40,8 @@ class PageFormat:
     `model`: name and revision, as the operator tells models apart. `shape`: what this rank has, that is
     its part of the heads and its stage's layers. Raises ValueError for an empty model, a page size below
     1, and a rank that is not below its size.
+
+    `PageFormat.of(pool, model)` takes shape and page size from a pool.
     """
 
     model: str
@@ -57,6 +59,13 @@ class PageFormat:
             raise ValueError(f"page_size: {self.page_size} is below 1")
         _check_rank("tp", self.tp_rank, self.tp_size)
         _check_rank("pp", self.pp_rank, self.pp_size)
+
+    @classmethod
+    def of(
+        cls, pool: PagePool | HostPool, model: str, *, tp_rank: int = 0, tp_size: int = 1
+    ) -> Self:
+        """That of a pool's pages."""
+        return cls(model, pool.shape, pool.page_size, tp_rank, tp_size)
 
     @property
     def is_mla(self) -> bool:
@@ -88,9 +97,15 @@ def default_keys(form: PageFormat) -> KeyScheme:
 
 
 def file_keys(form: PageFormat) -> KeyScheme:
-    """As paths, in a folder of the format's own: `{fingerprint}/{2 digits}/{default key}.kv`."""
-    fingerprint, names = form.fingerprint, default_keys(form)
-    return lambda key: (f"{fingerprint}/{key.hex()[:2]}/{names(key)[0]}.kv",)
+    """As paths, in a folder of the format's own: `{fingerprint}/{2 digits}/{default key}.kv`.
+
+    Ranks that have the same latents have a folder each, `{fingerprint}_{tp rank}`: a store keeps the
+    books of its files alone.
+    """
+    folder, names = form.fingerprint, default_keys(form)
+    if form.is_mla and form.tp_size > 1:
+        folder += f"_{form.tp_rank}"
+    return lambda key: (f"{folder}/{key.hex()[:2]}/{names(key)[0]}.kv",)
 
 
 def sglang_file_keys(form: PageFormat) -> KeyScheme:
@@ -126,5 +141,7 @@ def _flat(model: str) -> str:
 
 
 def _check_rank(kind: str, rank: int, size: int) -> None:
+    if size < 1:
+        raise ValueError(f"{kind}_size: {size} is below 1")
     if not 0 <= rank < size:
         raise ValueError(f"{kind}_rank: {rank} is not in 0..{size - 1}")

@@ -88,6 +88,8 @@ class MooncakeStorage:
 
         Raises StorageError for a pool of another format, and for memory that cannot be registered.
         """
+        if self._pool is not None:
+            raise StorageError("attach: the store has a cache already")
         for name, has, wanted in (
             ("dtype", pool.shape.dtype, self._form.shape.dtype),
             ("shape", pool.shape, self._form.shape),

@@ -44,6 +44,7 @@ class PageFolder:
             raise StorageError(f"keys: {len(sample)} names for a page, a file has one")
         self._owned = "/" in sample[0]
         self._root = self.directory / sample[0].split("/")[0] if self._owned else self.directory
+        self._lock_name = self._root.name if self._owned else self._fingerprint
         self._prefix = str(self.directory / "_")[:-1]
         self._temporary = f".{self._fingerprint}.tmp"
         self._lock_fd = -1
@@ -114,12 +115,12 @@ class PageFolder:
             self._lock_fd = -1
 
     def _lock(self) -> None:
-        path = self.directory / f"{self._fingerprint}.lock"
+        path = self.directory / f"{self._lock_name}.lock"
         self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            error.strerror = f"another store has {path.name}"
+            error.strerror = f"another store of the same format uses it (it holds {path.name})"
             raise
 
     def _path(self, key: bytes) -> str:

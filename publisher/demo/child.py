@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
@@ -12,6 +13,8 @@ from typing import Any
 import msgspec
 
 __all__ = ["ParentPipe", "say"]
+
+_DEATH_S = 0.3
 
 
 def say(**fields: Any) -> None:
@@ -23,11 +26,12 @@ def say(**fields: Any) -> None:
 class ParentPipe:
     """The parent's lines. Its end, however the parent ends, is the end of this process at once.
 
-    `on_end`: what is to be done even then.
+    `on_orphaned`: what is to be done even then, when the parent can do it no more.
     """
 
     def __init__(self) -> None:
-        self.on_end: Callable[[], object] = lambda: None
+        self.on_orphaned: Callable[[], object] = lambda: None
+        self._parent = os.getppid()
         self._lines: SimpleQueue[Any] = SimpleQueue()
         Thread(target=self._read, daemon=True).start()
 
@@ -45,5 +49,13 @@ class ParentPipe:
             *lines, partial = (partial + data).split(b"\n")
             for line in lines:
                 self._lines.put(msgspec.json.decode(line))
-        self.on_end()
+        if self._orphaned():
+            self.on_orphaned()
         os._exit(0)
+
+    def _orphaned(self) -> bool:
+        """Whether the parent is dead. Its end of the pipe closes a moment before it is."""
+        deadline = time.monotonic() + _DEATH_S
+        while os.getppid() == self._parent and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return os.getppid() != self._parent

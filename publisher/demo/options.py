@@ -14,7 +14,6 @@ __all__ = [
     "BUNDLED_TRACE",
     "KV_BYTES_PER_TOKEN",
     "STORAGES",
-    "TEMPORARY",
     "WRITE_POLICIES",
     "DemoOptions",
     "add_options",
@@ -25,8 +24,6 @@ BUNDLED_TRACE = Path(__file__).parent / "data" / "conversation_trace.jsonl.gz"
 KV_BYTES_PER_TOKEN = 64
 """Two layers, one head of four float32, K and V: real pages, small enough for any machine."""
 
-TEMPORARY = "kvevents-demo-"
-"""How the folder of a store begins that nobody asked for."""
 STORAGES = ("file", "mooncake", "none")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -91,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--host-pages",
         type=int,
         metavar="N",
-        help="pages of the host tier; default: as many as the device's; 0: no host tier",
+        help="pages of the host tier; default: half as many again as the device's; 0: no host tier",
     )
     parser.add_argument(
         "--storage",
@@ -136,7 +133,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def read_options(options: argparse.Namespace) -> DemoOptions:
     """Raises ConfigError naming the option, its value and the bound."""
-    host_pages = options.device_pages if options.host_pages is None else options.host_pages
+    host_pages = options.device_pages * 3 // 2 if options.host_pages is None else options.host_pages
     for name, value, low, high in (
         ("--requests", options.requests, 1, 10_000_000),
         ("--page-size", options.page_size, 1, _MAX_PAGE_SIZE),
@@ -161,6 +158,8 @@ def read_options(options: argparse.Namespace) -> DemoOptions:
     ):
         if value is not None and storage != needed:
             raise ConfigError(f"{name}: {value} needs --storage {needed}, which is {storage}")
+        if value == "":
+            raise ConfigError(f"{name}: empty")
     for name, endpoint in (
         ("--endpoint", options.endpoint),
         ("--replay-endpoint", options.replay_endpoint),

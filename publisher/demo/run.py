@@ -7,7 +7,6 @@ import os
 import selectors
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ from typing import IO, Any
 
 import msgspec
 
+from publisher.demo.folder import temporary_folder
 from publisher.demo.mooncake import MasterError, master
-from publisher.demo.options import TEMPORARY, DemoOptions
+from publisher.demo.options import DemoOptions
 from publisher.demo.report import bar, difference, json_summary, text_summary
 from publisher.demo.trace import read_trace
 
@@ -75,8 +75,8 @@ def run_demo(options: DemoOptions) -> int:
 def _store_of(options: DemoOptions) -> Iterator[DemoOptions]:
     """The options with a store that is there; one that nobody asked for goes away afterwards."""
     if options.storage == "file" and not options.storage_dir:
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as folder:
-            yield msgspec.structs.replace(options, storage_dir=folder)
+        with temporary_folder() as folder:
+            yield msgspec.structs.replace(options, storage_dir=str(folder))
     elif options.storage == "mooncake" and not options.mooncake_master:
         with master() as address:
             yield msgspec.structs.replace(options, mooncake_master=address)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -15,14 +13,14 @@ import torch
 from publisher import LinkError, Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.demo.child import ParentPipe, say
 from publisher.demo.engine import Engine
-from publisher.demo.options import ANY_PORT, TEMPORARY, DemoOptions
+from publisher.demo.folder import TEMPORARY, remove_folder
+from publisher.demo.options import ANY_PORT, DemoOptions
 from publisher.demo.trace import Request, read_trace
 
 __all__ = ["main"]
 
 _REPORT_EVERY_S = 0.1
 _FLUSH_S = 30.0
-_REMOVALS = 50
 _UNSETTLED = "copies between the tiers did not end in time"
 
 
@@ -31,7 +29,7 @@ def main() -> int:
     parent = ParentPipe()
     options = msgspec.convert(parent.wait(), DemoOptions)
     if Path(options.storage_dir).name.startswith(TEMPORARY):
-        parent.on_end = lambda: remove_folder(Path(options.storage_dir))
+        parent.on_orphaned = lambda: remove_folder(Path(options.storage_dir))
     requests = read_trace(Path(options.trace), options.requests)
     try:
         engine = Engine(options)
@@ -141,23 +139,16 @@ def start_sidecar(options: DemoOptions) -> Sidecar:
     return start_sidecar(msgspec.structs.replace(options, **moved))
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove it from under the thread that still writes there."""
-    doomed = folder.with_name(f"{folder.name}-doomed")
-    for _ in range(_REMOVALS):
-        with contextlib.suppress(OSError):
-            folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-        if not folder.exists() and not doomed.exists():
-            break
-
-
 def _as_option(reason: str) -> str:
     """A reason that begins with a sink's key, by the name of the option that sets it."""
     key, colon, rest = reason.partition(":")
-    known = key in ("endpoint", "replay_endpoint", "mooncake_master")
-    if key in ("directory", "max_bytes"):
-        key, known = "storage_dir", True
+    known = key in ("endpoint", "replay_endpoint")
+    for ours, theirs in (
+        ("storage_dir", "directory"),
+        ("mooncake_master", "master_server_address"),
+    ):
+        if key == theirs:
+            key, known = ours, True
     return f"--{key.replace('_', '-')}{colon}{rest}" if known else reason
 
 

@@ -456,8 +456,38 @@ def test_events_can_be_turned_off() -> None:
     assert not cache.retelling
     cache.retell(10)
     assert cache.take_records() == []
-    assert cache.take_events() == []
     assert cache.num_resident == 2
+
+
+def test_changes_are_taken_one_way() -> None:
+    """A cache whose records are taken does not make events, and the other way round: each would miss
+    what the other took.
+    """
+    cache, other = new_cache(4), new_cache(4)
+    cache.take_records()
+    with pytest.raises(ValueError, match=r"take_events: .* as records"):
+        cache.take_events()
+    other.take_events()
+    with pytest.raises(ValueError, match=r"take_records: .* as events"):
+        other.take_records()
+
+
+@pytest.mark.parametrize("call", ["lock", "unlock", "load_back"])
+def test_what_is_no_node_is_named(call: str) -> None:
+    """A match, say, where its node belongs."""
+    cache = new_cache(4)
+    with pytest.raises(TypeError, match="node: a Match is not a Node"):
+        getattr(cache, call)(cache.match_prefix(A))
+
+
+def test_a_priority_that_is_none_changes_nothing() -> None:
+    """It is refused before a page changes hands."""
+    cache = new_cache(4)
+    pages = cache.allocate(3)
+    with pytest.raises(TypeError):
+        cache.insert(A, pages, priority="high")
+    cache.free(pages)
+    assert cache.violations() == [] and cache.take_events() == []
 
 
 def test_the_hash_format_is_that_of_the_events_and_of_the_check() -> None:

@@ -18,6 +18,7 @@ from random import Random
 from typing import ClassVar
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -32,6 +33,7 @@ from storage_rig import (
     put,
 )
 
+from hicache.pool import MLAShape
 from hicache.storage.backend import StorageBackend, StorageError, StoredPage
 from hicache.storage.chains import violations
 from hicache.storage.file import FileStorage
@@ -506,7 +508,7 @@ def test_host_pages_that_do_not_fit_are_the_callers_fault(rig: FileRig) -> None:
 def test_a_store_is_held_once(rig: FileRig) -> None:
     """A second store of the same format is refused until the first closes; another format is not."""
     storage = rig.open()
-    with pytest.raises(StorageError, match=f"^directory: {rig.directory}: another store has"):
+    with pytest.raises(StorageError, match=f"^directory: {rig.directory}: another store of the"):
         rig.new()
     put(rig, storage, PROMPT)
     with closing(FileStorage(rig.directory, PageFormat("another", FORM.shape, FORM.page_size))):
@@ -816,3 +818,13 @@ class DiskModel(RuleBasedStateMachine):
 
 TestDiskModel = DiskModel.TestCase
 TestDiskModel.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=40)
+
+
+def test_ranks_with_the_same_latents_share_a_directory(tmp_path: Path) -> None:
+    """Each has a folder of its own in it, although the bytes of their pages are the same."""
+    shape = MLAShape(num_layers=1, latent_dim=4, dtype=torch.uint8)
+    forms = [PageFormat("model", shape, 2, tp_rank=rank, tp_size=2) for rank in range(2)]
+    stores = [FileStorage(tmp_path, form, min_free_bytes=0) for form in forms]
+    for store in stores:
+        store.close()
+    assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 2

@@ -38,10 +38,9 @@ def test_copies_read_no_earlier_than_the_tick(rig: Rig) -> None:
     assert rig.copies.submitted[0].started
 
 
-@pytest.mark.parametrize("host_pages", [3, 4])
-def test_a_host_full_of_locked_pages_takes_no_backup(host_pages: int) -> None:
+def test_a_host_full_of_locked_pages_takes_no_backup() -> None:
     """Without room on the host there is no copy, no event and no harm; later there is."""
-    with opened(host_pages=host_pages) as rig:
+    with opened(host_pages=3) as rig:
         node = rig.backed_up(D)
         rig.cache.lock(node)
         rig.put(A)
@@ -67,12 +66,27 @@ def test_a_host_full_of_pages_in_flight_takes_no_backup() -> None:
         assert rig.heard() == ["S(CPU: a1 a2 a3 a4 | None)"]
 
 
-def test_a_prompt_larger_than_the_host_is_not_backed_up() -> None:
-    """What could never fit evicts nothing of what is there."""
+def test_of_a_prompt_larger_than_the_host_the_leading_pages_are_backed_up() -> None:
+    """As many as there are, and the others are counted."""
     with opened(host_pages=3) as rig:
         rig.backed_up(D)
         rig.put(A)
-        assert rig.heard() == ["S(GPU: a1 a2 a3 a4 | None)"]
+        assert rig.heard() == ["S(GPU: a1 a2 a3 a4 | None)", "R(CPU: d3 d2 d1)"]
+        rig.land()
+        assert rig.heard() == ["S(CPU: a1 a2 a3 | None)"]
+        assert rig.cache.stats().without_room == 1
+
+
+def test_a_prompt_is_backed_up_as_far_as_locks_leave_room() -> None:
+    """Also where its nodes have to be split for that, and only once."""
+    with opened(host_pages=5) as rig:
+        rig.cache.lock(rig.backed_up(D))
+        rig.put(A)
+        rig.put(A)
+        rig.heard()
+        rig.land()
+        assert rig.heard() == ["S(CPU: a1 a2 | None)"]
+        assert rig.cache.stats().without_room == 2 + 2  # each time it was tried
 
 
 # --------------------------------------------------------------------------------------- load back

@@ -45,7 +45,7 @@ def test_a_prefetch_policy_may_be_given_by_its_name(policy: PrefetchPolicy) -> N
         ("prefetch_timeout_base_s", math.nan, "nan is below 0"),
         ("prefetch_timeout_per_ki_token_s", -1.0, "-1.0 is below 0"),
         ("prefetch_max_pages", 0, "0 is below 1"),
-        ("transfer_timeout_s", -1.0, "-1.0 is below 0"),
+        ("transfer_timeout_s", 0.0, "0.0 is not above 0"),
         ("storage_queue_pages", 0, "0 is below 1"),
     ],
 )

@@ -184,6 +184,12 @@ def test_a_pool_of_another_format_is_refused(
         storage.close()
 
 
+def test_a_store_serves_one_pool(rig: StorageRig, storage: StorageBackend) -> None:
+    """A second pool is refused: pages would come from it that the first cache means."""
+    with pytest.raises(StorageError, match="attach: the store has a cache already"):
+        storage.attach(HostPool(1, rig.pool.page_size, rig.pool.shape))
+
+
 def test_a_closed_store_leaves_no_future_open(rig: StorageRig, storage: StorageBackend) -> None:
     """After `close`, which may be called twice, each call is done or cancelled, earlier or later."""
     host_pages = fill(rig.pool, KEYS)

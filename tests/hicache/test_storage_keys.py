@@ -124,7 +124,7 @@ def test_a_page_is_as_long_as_the_host_pools(form: PageFormat) -> None:
         ({"tp_rank": 1}, r"tp_rank: 1 is not in 0\.\.0"),
         ({"tp_rank": -1}, r"tp_rank: -1 is not in 0\.\.0"),
         ({"pp_rank": 2, "pp_size": 2}, r"pp_rank: 2 is not in 0\.\.1"),
-        ({"tp_size": 0}, r"tp_rank: 0 is not in 0\.\.-1"),
+        ({"tp_size": 0}, r"tp_size: 0 is below 1"),
     ],
 )
 def test_a_format_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:

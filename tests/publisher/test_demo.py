@@ -102,7 +102,7 @@ def test_evictions_do_not_deceive_the_router(page_size: str) -> None:
     assert found["view_equal"] is True
     device, host, disk = (found["tiers"][medium] for medium in ("GPU", "CPU_PINNED", "DISK"))
     assert device["removed"] > 1000 and device["resident"] <= 300
-    assert host["removed"] > 300 and host["resident"] <= 300
+    assert host["removed"] > 300 and host["resident"] <= 450
     assert disk["stored"] > 300
     assert all(of["view_equal"] is True for of in found["tiers"].values())
     assert (found["wrong_pages"], found["failed_transfers"]) == (0, 0)
@@ -171,20 +171,20 @@ def test_each_choice_of_tiers_is_told_right(arguments: tuple[str, ...], media: s
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("victim", [None, WORKER])
-def test_a_store_that_nobody_asked_for_goes_away(
-    victim: str | None, tag: str, tmp_path: Path
-) -> None:
-    """The store's own folder is removed when the demo, or its worker, is killed with SIGKILL."""
+@pytest.mark.parametrize("victim", ["nobody", "demo", WORKER])
+def test_a_store_that_nobody_asked_for_goes_away(victim: str, tag: str, tmp_path: Path) -> None:
+    """The store's own folder is removed at the end, large as it is, also when the demo, or its worker, is
+    killed with SIGKILL.
+    """
     with start_kvevents(
         tag, "demo", *SMALL[:1], "--requests", "2000", *FREE_PORTS, TMPDIR=str(tmp_path)
     ) as process:
         eventually(lambda: 1 if any(tmp_path.glob("kvevents-demo-*/*/*/*")) else None)
-        if victim is None:
+        if victim == "demo":
             process.kill()
-        else:
+        elif victim == WORKER:
             kill(find(tag, victim))
-        process.communicate(timeout=60.0)
+        process.communicate(timeout=100.0)
         eventually(lambda: None if any(tmp_path.glob("kvevents-demo-*")) else 1)
         assert still_running(tagged(tag), 3.0) == set()
 
