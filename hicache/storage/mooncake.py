@@ -7,6 +7,7 @@ M2  A page that was read counts only if it is still there afterwards. A worker t
     deletes a page, fills its memory and puts the page again, all within one read.
 M3  A page that was put stays believed in until it is deleted, or reported as lost. The store evicts
     without a word, and says of a killed worker's pages for 10 s that they exist: `audit` and `get` tell.
+    A page that `get` could not have is removed before it is put again.
 
 When the master is away, calls fail within seconds, then at once, until it is back. A master that starts
 anew knows no page; workers join it again within a second or two by themselves.
@@ -27,6 +28,7 @@ from hicache.storage.keys import KeyScheme, PageFormat, default_keys
 from hicache.storage.mooncake_client import (
     NOT_FOUND,
     OK,
+    TRANSFER_FAILED,
     MooncakeClient,
     MooncakeConfig,
     Part,
@@ -76,6 +78,8 @@ class MooncakeStorage:
         self._lock = threading.Lock()
         self._believed: set[bytes] = set()
         self._lost: dict[bytes, None] = {}
+        self._unreadable: set[bytes] = set()
+        """There, the store says, but they could not be had: whoever has their bytes is gone."""
         self._read_or_delete = threading.Lock()
         self._client = MooncakeClient(config)
         self._writes = BackgroundThread("kv-mooncake-write")
@@ -184,12 +188,14 @@ class MooncakeStorage:
             self.stats.read += num_read
             self.stats.failed_gets += len(failed)
             self._lose(key for key in failed if key in believed or failed[key] != NOT_FOUND)
+            self._unreadable.update(key for key in failed if failed[key] == TRANSFER_FAILED)
         self._note("get", codes, fine=(OK,))
         return num_read
 
     # ------------------------------------------------------------------------- the writing thread
 
     def _put(self, keys: Sequence[bytes], parts: Sequence[Part]) -> int:
+        self._give_up_unreadable(keys)
         found = self._client.look([part.name for part in parts])
         outcome = {part.name: code for part, code in zip(parts, found, strict=True)}
         new = [part for part in parts if outcome[part.name] == NOT_FOUND]
@@ -206,9 +212,19 @@ class MooncakeStorage:
         self._note("put", codes, fine=(OK,))
         return num_stored
 
+    def _give_up_unreadable(self, keys: Sequence[bytes]) -> None:
+        """Remove what is there in name only, so that it is stored and not found (M3)."""
+        with self._lock:
+            stale = self._unreadable.intersection(keys)
+            self._unreadable -= stale
+        if stale:
+            with self._read_or_delete:
+                self._client.remove(self._names_of(sorted(stale)))
+
     def _delete(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             self._believed.difference_update(keys)
+            self._unreadable.difference_update(keys)
         with self._read_or_delete:
             codes = self._by_page(self._client.remove(self._names_of(keys)))
         self._note("delete", codes)

@@ -20,10 +20,19 @@ from typing import Any, Final, NamedTuple
 
 from hicache.storage.backend import StorageError
 
-__all__ = ["NOT_FOUND", "OK", "MooncakeClient", "MooncakeConfig", "Part", "meaning"]
+__all__ = [
+    "NOT_FOUND",
+    "OK",
+    "TRANSFER_FAILED",
+    "MooncakeClient",
+    "MooncakeConfig",
+    "Part",
+    "meaning",
+]
 
 OK: Final = 0
 NOT_FOUND: Final = -704
+TRANSFER_FAILED: Final = -800
 _WRONG_SIZE: Final = -600
 _MASTER_AWAY: Final = -900
 _MEANING: Final = {
@@ -33,7 +42,7 @@ _MEANING: Final = {
     -703: "still being written",
     NOT_FOUND: "not found",
     -706: "leased to a reader",
-    -800: "the transfer failed",
+    TRANSFER_FAILED: "the transfer failed",
     _MASTER_AWAY: "the master cannot be reached",
     -901: "the master does not answer",
 }
