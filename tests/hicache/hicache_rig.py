@@ -168,26 +168,34 @@ def feed_of_records(block_size: int, hash_format: HashFormat) -> Feed:
 
 
 class Witness:
-    """Checks each event against those before it; the numbers are those of the cases."""
+    """Checks each event against those before it on its medium; the numbers are those of the cases."""
 
     def __init__(self) -> None:
-        self._parents: dict[int | bytes, int | bytes | None] = {}
-        self._children: Counter[int | bytes | None] = Counter()
+        self._media = {medium: _Medium() for medium in StorageMedium}
 
     def see(self, events: list[Event]) -> None:
         """Raises AssertionError for an event that a router could not make sense of."""
         for event in events:
             match event:
                 case AllBlocksCleared():
-                    self._parents.clear()
-                    self._children.clear()
+                    self._media = {medium: _Medium() for medium in StorageMedium}
                 case BlockStored():
-                    self._stored(event)
+                    assert event.medium is not None, "every event names its medium"
+                    self._media[event.medium].stored(event)
                 case _:
+                    assert event.medium is not None, "every event names its medium"
                     for block_hash in event.block_hashes:
-                        self._removed(block_hash)
+                        self._media[event.medium].removed(block_hash)
 
-    def _stored(self, event: BlockStored) -> None:
+
+class _Medium:
+    """What was said of one medium since the last clear."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int | bytes, int | bytes | None] = {}
+        self._children: Counter[int | bytes | None] = Counter()
+
+    def stored(self, event: BlockStored) -> None:
         needed = len(event.block_hashes) * event.block_size
         assert len(event.token_ids) == needed, "29: tokens and blocks agree"
         parent = event.parent_block_hash
@@ -199,7 +207,7 @@ class Witness:
             self._children[parent] += 1
             parent = block_hash
 
-    def _removed(self, block_hash: int | bytes) -> None:
+    def removed(self, block_hash: int | bytes) -> None:
         assert block_hash in self._parents, "5: only what is there is removed"
         assert not self._children[block_hash], "children are removed before their parents"
         self._children[self._parents.pop(block_hash)] -= 1
@@ -347,12 +355,19 @@ class Rig:
 
     def flush(self) -> None:
         """Flush, which a lock refuses."""
-        protected = len(self.model.protected)
-        if protected:
-            with pytest.raises(ValueError, match=f"flush: {protected} pages are locked"):
-                self.cache.flush()
+        self._drop_all("flush")
+
+    def reset_device(self) -> None:
+        """Drop what the device has, which is all there is; a lock refuses it."""
+        self._drop_all("reset_device")
+
+    def _drop_all(self, how: str) -> None:
+        num_locks = len(self.held) + len(self.requests)
+        if num_locks:
+            with pytest.raises(ValueError, match=f"{how}: {num_locks} locks are held"):
+                getattr(self.cache, how)()
         else:
-            self.cache.flush()
+            getattr(self.cache, how)()
             self.model.used.clear()
 
     def begin_retell(self) -> None:

@@ -131,6 +131,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.rig.flush()
 
     @rule()
+    def reset_device(self) -> None:
+        self.rig.reset_device()
+
+    @rule()
+    def tick(self) -> None:
+        self.rig.cache.tick()
+
+    @rule()
     def recall_all(self) -> None:
         self.rig.recall_all()
 

@@ -30,9 +30,10 @@ class CacheWith(HiRadixCache):
 
     def __init__(self, make_recorder: MakeRecorder, tree: RadixTree | None = None) -> None:
         super().__init__(PagePool(NUM_PAGES, PAGE_SIZE, SHAPE))
-        self._tree = self._tree if tree is None else tree
+        if tree is not None:
+            self._tree = self._tiered.tree = tree
         self._recorder = make_recorder(self._tree)
-        self._residency = Residency(self._recorder)
+        self._residency = self._tiered.residency = Residency(self._recorder)
 
 
 def steps_until_caught(cache: HiRadixCache, seed: int = 1) -> int:
