@@ -123,7 +123,7 @@ def test_removals_from_two_media_are_two_records() -> None:
         rig.cache.evict(1)
         rig.cache._tiered.drop(rig.cache._tiered.next_victim(Tier.HOST, 1) or missing(), Tier.HOST)
         rig.cache.evict(1)
-        assert rig.cache.take_records() == [
+        assert rig.cache._recorder.take() == [
             Remove(StorageMedium.GPU, [(BlockId(2), 1)]),
             Remove(StorageMedium.CPU, [(BlockId(2), 1)]),
             Remove(StorageMedium.GPU, [(BlockId(1), 1)]),
@@ -325,10 +325,10 @@ def test_a_retelling_names_every_tier_of_a_block() -> None:
         rig.backed_up(A)
         rig.cache.evict(1)
         rig.put(B)
-        rig.cache.take_records()
+        rig.cache._recorder.take()
         rig.cache.begin_retell()
         rig.cache.retell(100)
-        clear, *records = rig.cache.take_records()
+        clear, *records = rig.cache._recorder.take()
         assert clear == Clear()
         upper = store(0, A[:8], None, BASE)
         lower = StoreNew(
@@ -372,9 +372,9 @@ def test_changes_of_the_lower_tiers_amid_a_retelling(num_blocks: int) -> None:
         for change in changes:
             change()
             rig.cache.retell(num_blocks)
-            index.apply(materializer.apply(rig.cache.take_records()))
+            index.apply(materializer.apply(rig.cache._recorder.take()))
         while rig.cache.retelling:
             rig.cache.retell(num_blocks)
-        index.apply(materializer.apply(rig.cache.take_records()))
+        index.apply(materializer.apply(rig.cache._recorder.take()))
         assert index.resident == rig.cache.resident_blocks()
         assert index.oddities == Oddities()

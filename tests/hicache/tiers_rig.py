@@ -416,7 +416,6 @@ class TiersRig:
 
     def _release(self, call: Call, outcome: Outcome) -> None:
         before = self.calls.under_way
-        self.sound &= outcome is Outcome.OK or call.kind is not Kind.PUT
         self.calls.release(call, outcome)
         for one in before:
             if one.arrived is not None:
@@ -825,6 +824,7 @@ class TiersRig:
             for page, block in zip(call.target[: call.arrived], call.blocks, strict=False):
                 self.memory.check(Tier.HOST, page, block)
         if call.kind is Kind.PUT:
+            self.sound &= call.arrived == len(call.blocks)  # one before its parent's is refused
             for block in call.blocks:
                 if block not in self.damaged and self._path(block).exists():
                     self._check_file(block)
