@@ -543,7 +543,11 @@ class HiRadixCache:
         return self._recorder.retelling
 
     def begin_retell(self) -> None:
-        """Drop the records not taken yet and tell the resident state anew, beginning with a clear."""
+        """Drop the records not taken yet and tell the resident state anew, beginning with a clear.
+
+        Whoever listens from here on may do so by records or by events.
+        """
+        self._materializer, self._taken_as_records = None, False
         self._recorder.begin_retell()
 
     def retell(self, num_blocks: int) -> None:

@@ -148,12 +148,15 @@ class StorageTier:
 
     def _write(self, node: Node) -> int:
         """Write the path to `node` as far as it is neither stored nor under way; how many pages."""
+        while node.parent is not None and node.copies[Tier.HOST] is None:
+            self.num_missed += node.num_pages  # evicted since; its prefix may be there
+            node = node.parent
         stretch: list[Node] = []
         at, bit = node, 1 << self.tier
         while not at.is_root and at.copies[self.tier] is None and not at.moving & bit:
-            if at.parent is None or at.copies[Tier.HOST] is None:
+            if at.parent is None:
                 self.num_missed += node.num_pages
-                return 0  # evicted since
+                return 0
             stretch.append(at)
             at = at.parent
         if not stretch:

@@ -170,7 +170,7 @@ class Pipeline(RuleBasedStateMachine):
     def unlock(self, data: st.DataObject) -> None:
         self.cache.unlock(self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1))))
 
-    @precondition(lambda self: self.cache.num_protected == 0)
+    @precondition(lambda self: not self.locked)
     @rule()
     def flush(self) -> None:
         self.cache.flush()

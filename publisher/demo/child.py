@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import msgspec
@@ -15,12 +15,17 @@ import msgspec
 __all__ = ["ParentPipe", "say"]
 
 _DEATH_S = 0.3
+_GONE_S = 30.0
 
 
 def say(**fields: Any) -> None:
-    """Tell the parent."""
-    sys.stdout.buffer.write(msgspec.json.encode(fields) + b"\n")
-    sys.stdout.buffer.flush()
+    """Tell the parent. Where that is gone, leave the end of this process to its `ParentPipe`."""
+    try:
+        sys.stdout.buffer.write(msgspec.json.encode(fields) + b"\n")
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        Event().wait(_GONE_S)
+        raise
 
 
 class ParentPipe:

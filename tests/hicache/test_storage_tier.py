@@ -108,7 +108,7 @@ def test_pages_on_their_way_are_a_quarter_of_the_host_by_default() -> None:
 
 
 def test_what_left_the_host_before_it_was_written_is_not() -> None:
-    """A node that waits to be written and is evicted meanwhile is forgotten, and tells nothing."""
+    """Of a path that waits to be written, what is evicted meanwhile is forgotten; its prefix is written."""
     store = MemoryStore()
     store.held_up = {"put"}
     with opened(host_pages=7, store=store, storage_queue_pages=1) as rig:
@@ -121,7 +121,7 @@ def test_what_left_the_host_before_it_was_written_is_not() -> None:
         rig.store.call().end()
         rig.cache.tick()
         assert rig.heard() == ["S(DISK: d1 d2 d3 | None)"]
-        assert rig.store.puts[1:] == [keys(E)]
+        assert rig.store.puts[1:] == [keys(A)[:2]]
 
 
 def test_a_child_written_before_its_parent_arrived_waits_for_it(slow: Rig) -> None:
