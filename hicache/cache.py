@@ -328,7 +328,7 @@ class HiRadixCache:
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of this node. Raises ValueError when it has none."""
         _check_node(node)
-        if not node.pins:
+        if not node.pins or node not in self._tree:
             raise ValueError(f"unlock: {node} is not locked")
         self._tiered.unpin(node)
         self._num_locks -= 1
@@ -487,6 +487,7 @@ class HiRadixCache:
         for node in self._from_the_leaves():
             if node.copies[Tier.DEVICE] is not None:
                 self._tiered.drop(node, Tier.DEVICE)
+        self._tiered.queues[Tier.DEVICE].clear()
 
     def _stop_movement(self) -> set[int]:
         """Let everything under way come to nothing. Host pages that storage is still reading stay

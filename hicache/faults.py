@@ -158,6 +158,10 @@ class FaultyStorage:
         self.release()  # it comes after every earlier put
         return self._inner.delete(keys)
 
+    def clear(self) -> None:
+        self.release()
+        self._inner.clear()
+
     def audit(self, keys: Sequence[bytes]) -> Future[int]:
         return self._inner.audit(keys)
 

@@ -29,6 +29,14 @@ ABANDON = -1
 Land: TypeAlias = "Callable[[Flight, list[Node], int], None]"
 
 
+def count_of(job: Future[int], most: int) -> int:
+    """What an ended call of a store says, made sense of: it may be anybody's."""
+    if job.cancelled() or job.exception() is not None:
+        return 0
+    count = job.result()
+    return min(max(count, 0), most) if isinstance(count, int) else 0
+
+
 class Flight:
     """`num_pages` pages that end with `node`, going to `tier`.
 
@@ -73,7 +81,7 @@ class Flight:
         if isinstance(self.job, Future):
             if not self.job.done():
                 return PENDING
-            return 1 + (0 if self.job.cancelled() else self.job.result())
+            return 1 + count_of(self.job, self.num_pages)
         arrived = self.job.poll()
         if arrived is None:
             late = self.deadline is not None and now > self.deadline and not self.abandoned

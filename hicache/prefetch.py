@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from enum import Enum
 
 from hicache.agreement import Agreement
 from hicache.background import BackgroundThread
-from hicache.flight import PENDING, Flights
+from hicache.flight import PENDING, Flights, count_of
 from hicache.mover import Mover
 from hicache.node import Node, PageIndices
 from hicache.policy import HiCacheConfig, PrefetchPolicy
@@ -29,7 +30,7 @@ from kvevents.tokens import TOKEN_BYTES, TokenBytes
 __all__ = ["Prefetch", "Prefetches"]
 
 _LOOK_PAGES = 128
-_READ_PAGES = 16
+_READ_PAGES = 64
 
 
 class _State(Enum):
@@ -86,7 +87,7 @@ class Prefetch:
             part = TokenBytes(self.tokens[start : start + step])
             digests = b"".join(block_digests(parent, part, self._page_size))
             keys = page_keys(digests, self.namespace)
-            here = backend.exists_prefix(keys).result()
+            here = _ended(backend.exists_prefix(keys), len(keys))
             self.digests += digests[: here * DIGEST_BYTES]
             found += here
             if here < len(keys) or self.stopped:
@@ -102,7 +103,7 @@ class Prefetch:
             if self.stopped:
                 break
             part = keys[start : start + _READ_PAGES]
-            filled = backend.get(part, pages[start : start + len(part)]).result()
+            filled = _ended(backend.get(part, pages[start : start + len(part)]), len(part))
             self.num_read += filled
             if filled < len(part):
                 break
@@ -114,6 +115,12 @@ class Prefetch:
             return PENDING
         failed = self.job.cancelled() or self.job.exception() is not None
         return 1 + (0 if failed else self.job.result())
+
+
+def _ended(job: Future[int], most: int) -> int:
+    with suppress(Exception, CancelledError):
+        job.result()
+    return count_of(job, most)
 
 
 class Prefetches:

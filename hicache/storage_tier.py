@@ -9,13 +9,14 @@ L3  A page that is lost takes with it what is known of the pages below it: behin
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 
 from hicache.agreement import Agreement
-from hicache.flight import Flight, Flights
+from hicache.flight import Flight, Flights, count_of
 from hicache.node import Node
 from hicache.policy import HiCacheConfig
 from hicache.storage.backend import StorageBackend, StoredPage
@@ -37,6 +38,8 @@ __all__ = ["StorageTier"]
 _PAGES_A_TICK = 256
 _PAUSE_TICKS = 100
 _AUDIT_PAGES = 256
+_AUDIT_ROUND = 6
+"""Intervals in which all pages are looked for."""
 _MOST_WAITING = 4096
 
 
@@ -63,13 +66,14 @@ class StorageTier:
         self._num_flying = 0
         host_pages = tiered.allocators[Tier.HOST].num_pages
         self._most_flying = config.storage_queue_pages or max(1, host_pages // 4)
+        self._in_air: Counter[bytes] = Counter()
         self._lost_unknown: set[bytes] = set()
-        """Lost while a write that may have stored them is not acknowledged yet."""
-        self._orphans: set[bytes] = set()
-        """Written, perhaps, but not known of: a flush is to delete them too."""
+        """Those of them that were lost before their write was acknowledged."""
         self._ticks = self._resume_at = 0
         self._audited: Iterator[bytes] = iter(())
         self._audit_at = 0.0
+        self._audit: Future[int] | None = None
+        self._num_audited = 0
         tiered.tree.on_split = self._split
 
     # ------------------------------------------------------------------------------- the start
@@ -143,25 +147,34 @@ class StorageTier:
         budget = _PAGES_A_TICK
         while self._waiting and budget > 0 and self._num_flying < self._most_flying:
             node = next(iter(self._waiting))
-            del self._waiting[node]
-            budget -= self._write(node)
+            num_written = self._write(node, budget)
+            budget -= num_written
+            if not num_written or self._is_known(node):
+                del self._waiting[node]
+                self.num_missed += 0 if self._is_known(node) else node.num_pages
 
-    def _write(self, node: Node) -> int:
-        """Write the path to `node` as far as it is neither stored nor under way; how many pages."""
+    def _is_known(self, node: Node) -> bool:
+        """Whether it is stored, or on its way there."""
+        return node.copies[self.tier] is not None or bool(node.moving & 1 << self.tier)
+
+    def _write(self, node: Node, most: int) -> int:
+        """Write the path to `node`, as far as the host has it and it is neither stored nor under way: its
+        first `most` pages. How many.
+        """
         while node.parent is not None and node.copies[Tier.HOST] is None:
-            self.num_missed += node.num_pages  # evicted since; its prefix may be there
-            node = node.parent
+            node = node.parent  # evicted since; its prefix may be there
         stretch: list[Node] = []
-        at, bit = node, 1 << self.tier
-        while not at.is_root and at.copies[self.tier] is None and not at.moving & bit:
+        at = node
+        while not at.is_root and not self._is_known(at):
             if at.parent is None:
-                self.num_missed += node.num_pages
                 return 0
             stretch.append(at)
             at = at.parent
         if not stretch:
             return 0
         stretch.reverse()
+        stretch = self._leading(stretch, most)
+        node = stretch[-1]
         source = array("q")
         for one in stretch:
             copy = one.copies[Tier.HOST]
@@ -169,30 +182,45 @@ class StorageTier:
             source += copy
         pages = [page for one in stretch for page in self._stored_pages(one)]
         self._tiered.hold_host(node)
-        job = self.backend.put(pages, source)
-        land = partial(self._land, [page.key for page in pages], job)
+        try:
+            job = self.backend.put(pages, source)
+        except Exception:  # a host page is held: whatever it is, nothing was stored
+            job = Future()
+            job.set_result(0)
+        keys = [page.key for page in pages]
+        self._in_air.update(keys)
+        land = partial(self._land, keys)
         self._flights.leave(Flight(self.tier, node, source, range(len(source)), job, land))
         self._num_flying += len(source)
         return len(source)
 
-    def _land(
-        self, keys: list[bytes], job: Future[int], flight: Flight, nodes: list[Node], count: int
-    ) -> None:
+    def _leading(self, nodes: list[Node], most: int) -> list[Node]:
+        """The nodes of the first `most` pages; splits the last if need be."""
+        found = []
+        for node in nodes:
+            if node.num_pages > most:
+                if most:
+                    found.append(self._tiered.tree.split(node, most))
+                break
+            found.append(node)
+            most -= node.num_pages
+        return found
+
+    def _land(self, keys: list[bytes], flight: Flight, nodes: list[Node], count: int) -> None:
         """The store has the first `count` pages, but for those it lost again meanwhile."""
         self._num_flying -= flight.num_pages
-        if flight.abandoned:
-            self._orphans.update(keys)
-        else:
+        if not flight.abandoned:
             known = next((i for i in range(count) if keys[i] in self._lost_unknown), count)
-            written = 0 if job.cancelled() else job.result()
-            self._orphans.update(keys[known:written])
             for node in self._flights.place(flight, nodes, known):
                 self._register(node)
             if count < flight.num_pages:
                 self._resume_at = self._ticks + _PAUSE_TICKS
+        for key in keys:
+            self._in_air[key] -= 1
+            if not self._in_air[key]:
+                del self._in_air[key]
+                self._lost_unknown.discard(key)
         self._tiered.release_host(flight.node)
-        if not self._num_flying:
-            self._lost_unknown.clear()
 
     # --------------------------------------------------------------------------------- losing
 
@@ -202,16 +230,18 @@ class StorageTier:
 
     def note_lost(self, keys: Iterable[bytes]) -> None:
         """Pages that some rank lost, before the flights of the same moment land."""
-        if self._num_flying:
-            self._lost_unknown.update(key for key in keys if key not in self._directory)
+        self._lost_unknown.update(key for key in keys if key in self._in_air)
 
     def retract(self, keys: Iterable[bytes]) -> None:
         """The same pages, afterwards: nobody is to believe in them any more (L3)."""
+        lost: dict[Node, set[bytes]] = {}
         for key in keys:
-            node = self._directory.get(key)
-            if node is None:
-                continue
-            place = self.keys(node).index(key)
+            if (node := self._directory.get(key)) is not None:
+                lost.setdefault(node, set()).add(key)
+        for node, gone in lost.items():
+            if node.copies[self.tier] is None:
+                continue  # it was below another
+            place = next(i for i, key in enumerate(self.keys(node)) if key in gone)
             if place:
                 self._tiered.tree.split(node, place)
             self._retract_below(node)
@@ -231,26 +261,32 @@ class StorageTier:
     def audit(self, now: float) -> None:
         """Have the store look at some of the pages it is believed to have, if it wants that."""
         interval = self.backend.audit_interval_s
-        if interval is None or now < self._audit_at:
+        if interval is None or (self._audit is not None and not self._audit.done()):
+            return
+        if self._audit is not None:
+            if 2 * count_of(self._audit, self._num_audited) > self._num_audited:
+                self._audit_at = now  # the store is evicting, the oldest first: look on at once
+                self._audited = iter(list(self._directory))
+            self._audit = None
+        if now < self._audit_at:
             return
         self._audit_at = now + interval
-        keys = list(islice(self._audited, _AUDIT_PAGES))
-        if len(keys) < _AUDIT_PAGES:
+        at_once = max(_AUDIT_PAGES, len(self._directory) // _AUDIT_ROUND)
+        keys = [key for key in islice(self._audited, at_once) if key in self._directory]
+        if len(keys) < at_once:
             self._audited = iter(list(self._directory))
-        if keys:
-            self.backend.audit(keys)
+        self._num_audited = len(keys)
+        self._audit = self.backend.audit(keys) if keys else None
 
     def forget(self) -> None:
         """The tree was cleared: delete from the store what was, or may have been, known to be there.
 
         An external store is not this worker's alone: what is there stays, for the others.
         """
-        keys = [*self._directory, *self._orphans]
         self._directory.clear()
-        self._orphans.clear()
         self._waiting.clear()
-        if keys and self.tier is Tier.DISK:
-            self.backend.delete(keys)
+        if self.tier is Tier.DISK:
+            self.backend.clear()
 
     # ------------------------------------------------------------------------------------ keys
 
@@ -289,7 +325,6 @@ class StorageTier:
     def _register(self, node: Node) -> None:
         for key in self.keys(node):
             self._directory[key] = node
-            self._orphans.discard(key)
 
     def _split(self, upper: Node) -> None:
         if upper.copies[self.tier] is not None:

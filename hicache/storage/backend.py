@@ -102,6 +102,12 @@ class StorageBackend(Protocol):
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """Remove pages; how many of them are not stored any more. Comes after every earlier `put`."""
 
+    def clear(self) -> None:
+        """Remove every page: none is found from now on, and no `put` of before stores one.
+
+        Asked of a DISK store only; others' pages are in an external one.
+        """
+
     def audit(self, keys: Sequence[bytes]) -> Future[int]:
         """Look whether pages are still there, and report those that are not as lost; how many."""
 

@@ -73,6 +73,8 @@ class FileStorage:
         self._lock = threading.Lock()
         self._chains = Chains()
         self._lost: deque[bytes] = deque()
+        self._closing = False
+        self._cleared = 0
         self._folder = PageFolder(directory, form, keys)
         try:
             self._restore()
@@ -111,7 +113,7 @@ class FileStorage:
         are not one for each page, in the pool.
         """
         contents = self._contents(len(pages), host_pages)
-        return self._writer.submit(self._put, tuple(pages), contents)
+        return self._writer.submit(self._put, tuple(pages), contents, self._cleared)
 
     def get(self, keys: Sequence[bytes], host_pages: PageIndices) -> Future[int]:
         """Fill host pages; how many leading ones have their bytes now. A use of them.
@@ -125,6 +127,25 @@ class FileStorage:
         """Remove pages; how many have no file any more. What follows them in a prompt is lost."""
         return self._writer.submit(self._guarded, self._delete, tuple(keys))
 
+    def clear(self) -> None:
+        """Forget every page at once: none is found any more, not even after a crash, and no earlier `put`
+        stores one. The space is free as soon as the writing thread comes to it, before any later `put`.
+
+        In a directory shared with others' files the pages' files are removed one by one, then.
+        """
+        with self._lock:
+            self._cleared += 1
+            self._chains, old = Chains(), self._chains
+            self._lost.clear()
+        keys: list[bytes] = []
+        try:
+            if not self._folder.set_aside():
+                keys = [entry.page.key for entry in old.order()]
+        except OSError as error:
+            self._note(f"clear: {error}")
+            keys = [entry.page.key for entry in old.order()]
+        self._writer.submit(self._guarded, self._remove_all, keys)
+
     def audit(self, keys: Sequence[bytes]) -> Future[int]:
         """Look for the files of pages, and report what is lost; how many."""
         return self._writer.submit(self._guarded, self._audit, tuple(keys))
@@ -135,6 +156,7 @@ class FileStorage:
 
     def close(self) -> None:
         """Finish the page at hand, cancel the rest, and let others have the directory."""
+        self._closing = True
         self._reader.close()
         self._writer.close()
         self._folder.close()
@@ -180,22 +202,27 @@ class FileStorage:
 
     # ------------------------------------------------------------------------- the writing thread
 
-    def _put(self, pages: Sequence[StoredPage], contents: list[memoryview]) -> int:
+    def _put(self, pages: Sequence[StoredPage], contents: list[memoryview], cleared: int) -> int:
         reason = "put: lost again meanwhile"
         try:
             self._make_room(pages)
             for page, content in zip(pages, contents, strict=True):
-                self._store(page, content)
+                if self._closing:
+                    raise _Refused("the store is being closed")
+                if cleared != self._cleared:
+                    raise _Refused("cleared meanwhile")
+                self._store(page, content, cleared)
         except Exception as error:  # no future raises
             reason = f"put: {error if isinstance(error, (OSError, _Refused)) else repr(error)}"
-        num_stored = len(self._use_prefix([page.key for page in pages]))
+        stored = self._use_prefix([page.key for page in pages])
+        num_stored = len(stored) if cleared == self._cleared else 0
         if num_stored < len(pages):
             self._note(reason)
         with self._lock:
             self.stats.failed_puts += len(pages) - num_stored
         return num_stored
 
-    def _store(self, page: StoredPage, content: memoryview) -> None:
+    def _store(self, page: StoredPage, content: memoryview, cleared: int) -> None:
         with self._lock:
             if page.key in self._chains:
                 return
@@ -206,7 +233,7 @@ class FileStorage:
             raise _Refused(f"no room for {size} bytes within max_bytes and min_free_bytes")
         self._folder.write(page, content)
         with self._lock:
-            closed = self._chains.has_parent(page)
+            closed = self._chains.has_parent(page) and cleared == self._cleared
             if closed:
                 self._chains.add(page, size)
                 self.stats.written += 1
@@ -285,6 +312,10 @@ class FileStorage:
             if not stored:
                 self._removed(key)
 
+    def _remove_all(self, keys: Sequence[bytes]) -> int:
+        self._folder.remove_aside()
+        return sum(map(self._removed, keys))
+
     def _removed(self, key: bytes) -> bool:
         try:
             self._folder.remove(key)
@@ -335,6 +366,7 @@ class FileStorage:
 
     def _restore(self) -> None:
         """Fill the index from the files, and give up what is unreachable or too much."""
+        self._folder.remove_aside()
         found, self.stats.rejected = self._folder.scan()
         for page in self._chains.restore(found):
             self._folder.remove(page.key)

@@ -136,6 +136,9 @@ class MooncakeStorage:
         """Remove pages for every worker, leased or not; how many are not stored any more."""
         return self._writes.submit(self._guarded, self._delete, tuple(keys))
 
+    def clear(self) -> None:
+        """Nothing: the pages are others' too."""
+
     def audit(self, keys: Sequence[bytes]) -> Future[int]:
         """Report those of the keys believed in that are gone as lost; how many.
 

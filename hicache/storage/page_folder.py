@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hicache.storage.backend import StorageError, StoredPage
@@ -22,6 +25,8 @@ __all__ = ["FoundPage", "PageFolder"]
 
 FoundPage = tuple[StoredPage, int, float]
 """A page, the bytes of its file, and when that was written."""
+
+_ASIDE = ".old-"
 
 
 class PageFolder:
@@ -47,7 +52,8 @@ class PageFolder:
         self._lock_name = self._root.name if self._owned else self._fingerprint
         self._prefix = str(self.directory / "_")[:-1]
         self._temporary = f".{self._fingerprint}.tmp"
-        self._lock_fd = -1
+        self._lock_fd, self._pid = -1, os.getpid()
+        self._num_aside = time.time_ns()
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self._lock()
@@ -90,6 +96,8 @@ class PageFolder:
         except FileNotFoundError:  # somebody removed it; a new one will do
             self._root.mkdir(parents=True, exist_ok=True)
             found = os.statvfs(self._root)
+        if found.f_files and found.f_favail < 2 * num_files:  # each may need a folder too
+            return 0
         return (found.f_bavail - num_files) * found.f_frsize
 
     def scan(self) -> tuple[list[FoundPage], int]:
@@ -97,20 +105,40 @@ class PageFolder:
         found: list[FoundPage] = []
         num_removed = 0
         for file in self._files():
-            stat = file.stat(follow_symlinks=False)
+            try:
+                stat = file.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # somebody else tidies up
             if page := self._page_in(file.path, stat.st_size):
                 found.append((page, stat.st_size, stat.st_mtime))
             elif file.name == self._temporary:
-                Path(file.path).unlink()
+                Path(file.path).unlink(missing_ok=True)
             elif self._owned:
-                Path(file.path).unlink()
+                Path(file.path).unlink(missing_ok=True)
                 num_removed += 1
         return found, num_removed
+
+    def set_aside(self) -> bool:
+        """Have no page any more, from now on, whatever happens next. False where the directory is shared
+        with others' files: then each page is to be removed. Raises OSError.
+        """
+        if not self._owned:
+            return False
+        self._num_aside += 1
+        self._root.rename(self.directory / f"{self._root.name}{_ASIDE}{self._num_aside}")
+        self._root.mkdir()
+        return True
+
+    def remove_aside(self) -> None:
+        """Give back the space of what was set aside, now or in an earlier run."""
+        for old in self.directory.glob(f"{self._root.name}{_ASIDE}*"):
+            shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
         """Let others have the directory. Safe to call twice."""
         if self._lock_fd >= 0:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # a forked process may have the file too
+            if os.getpid() == self._pid:  # a forked process has the lock too, and is not its owner
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -130,7 +158,7 @@ class PageFolder:
         """What may be a page or a leftover."""
         folders = [str(self._root)]
         while folders:
-            with os.scandir(folders.pop()) as entries:
+            with suppress(FileNotFoundError), os.scandir(folders.pop()) as entries:
                 for one in entries:
                     if not one.is_dir(follow_symlinks=False):
                         yield one

@@ -108,7 +108,7 @@ def test_pages_on_their_way_are_a_quarter_of_the_host_by_default() -> None:
 
 
 def test_what_left_the_host_before_it_was_written_is_not() -> None:
-    """Of a path that waits to be written, what is evicted meanwhile is forgotten; its prefix is written."""
+    """Of a path that waits, what is evicted meanwhile is forgotten, and its prefix is written."""
     store = MemoryStore()
     store.held_up = {"put"}
     with opened(host_pages=7, store=store, storage_queue_pages=1) as rig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -219,15 +218,6 @@ class LandsWritesEarly(Dated):
         return 1 + flight.num_pages if early else progress
 
 
-class BelievesEveryWrite(StorageTier):
-    def _land(
-        self, keys: list[bytes], job: Future[int], flight: Flight, nodes: list[Node], count: int
-    ) -> None:
-        said: Future[int] = Future()
-        said.set_result(count)
-        super()._land(keys, said, flight, nodes, count)
-
-
 class LandsTheLate(Dated):
     """Takes what came after its deadline for done."""
 
@@ -299,10 +289,10 @@ class ForgetsTheMoving(Flights):
     "mutants",
     [
         (LandsTheFailed,),
-        (LandsWhatIsNotWritten, BelievesEveryWrite),
+        (LandsWhatIsNotWritten,),
         (LandsMoreThanThePersistedPrefix,),
         (LandsCopiesEarly,),
-        (LandsWritesEarly, BelievesEveryWrite),
+        (LandsWritesEarly,),
         (LandsTheLate,),
         (NeverTimesOut,),
         (EndsEarly,),
@@ -599,20 +589,20 @@ class NeverWrites(StorageTier):
 class WritesWhatWasEvicted(StorageTier):
     """Takes no hold of the host pages that it writes."""
 
-    def _write(self, node: Node) -> int:
-        written = super()._write(node)
+    def _write(self, node: Node, most: int) -> int:
+        written = super()._write(node, most)
         if written:
             self._tiered.release_host(node)
             node.host_pins += 1
         return written
 
 
-class DeletesOnlyTheKnown(StorageTier):
-    """A flush leaves what was being written."""
+class NeverClears(StorageTier):
+    """A flush leaves the store as it is."""
 
     def forget(self) -> None:
-        self._orphans.clear()
-        super().forget()
+        self._directory.clear()
+        self._waiting.clear()
 
 
 class FreesWhatStorageReads(HiRadixCache):
@@ -702,7 +692,7 @@ LIKELY: dict[type, dict[str, Any]] = {
         NeverRetracts,
         NeverWrites,
         WritesWhatWasEvicted,
-        DeletesOnlyTheKnown,
+        NeverClears,
         FreesWhatStorageReads,
         FlushForgetsFlights,
         ResetForgetsFlights,

@@ -248,6 +248,11 @@ class MemoryStore:
             self.pages.pop(key, None)
         return _done(len(keys))
 
+    def clear(self) -> None:
+        while not self.calls.empty():
+            self.calls.get().end()
+        self.pages.clear()
+
     def audit(self, keys: Sequence[bytes]) -> Future[int]:
         self.audited += keys
         gone = [key for key in keys if key not in self.pages]
