@@ -40,7 +40,7 @@ def full(directory: Path) -> None:
     some = put(rig, storage, first)
     assert 20 < some < 40, some
     assert storage.stats.failed_puts == NUM_PAGES - some
-    assert "No space left" in storage.stats.last_error, storage.stats
+    assert "no room" in storage.stats.last_error, storage.stats
     mount(directory, "remount,nr_inodes=1000")
     stored = put(rig, storage, first)
     assert 40 < stored <= 50, stored

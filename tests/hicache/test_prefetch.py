@@ -232,9 +232,9 @@ def test_best_effort_does_not_wait() -> None:
 
 def test_best_effort_takes_what_is_there() -> None:
     """The pages read so far land when the request asks; the rest come back when nobody writes them."""
-    tokens = list(range(4 * 20))
+    tokens = list(range(4 * 70))
     store = MemoryStore()
-    with opened(host_pages=64, store=store, prefetch_policy="best_effort") as rig:
+    with opened(host_pages=140, store=store, prefetch_policy="best_effort") as rig:
         store.fill(tokens)
         store.held_up = {"get"}
         prefetch = rig.prefetch(tokens)
@@ -242,12 +242,12 @@ def test_best_effort_takes_what_is_there() -> None:
         store.call().end()
         second = store.call()
         assert rig.cache.prefetch_done(prefetch)
-        assert prefetch.num_landed == 16
+        assert prefetch.num_landed == 64
         assert [told[:6] for told in rig.heard()] == ["S(CPU:"]
-        assert rig.num_free[1] == 64 - 20
+        assert rig.num_free[1] == 140 - 70
         second.end()
         rig.step(prefetch)
-        assert rig.num_free[1] == 64 - 16
+        assert rig.num_free[1] == 140 - 64
         assert rig.heard() == []
 
 
