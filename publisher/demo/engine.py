@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -31,6 +32,8 @@ _SHAPE = KVShape(num_layers=2, num_kv_heads=1, head_dim=4, dtype=torch.float32)
 _MODEL = "kvevents-demo"
 _BATCH = 8
 """Requests at work at the same time, most of them waiting for their pages."""
+_PAUSE_S = 0.0002
+"""When all wait: for pages, which other threads bring."""
 _SETTLE_S = 60.0
 _MOONCAKE_BYTES = 256 << 20
 """The worker's part of the external store."""
@@ -72,14 +75,16 @@ class Engine:
         while len(self._running) < _BATCH and (arrived := next(waiting, None)) is not None:
             self._running.append(self._serve(*arrived))
         self.cache.tick()
-        any_left = bool(self._running)
-        for _ in range(len(self._running)):
+        at_work = len(self._running)
+        for _ in range(at_work):
             request = self._running.popleft()
             if next(request, "served") == "served":
                 self.num_served += 1
             else:
                 self._running.append(request)
-        return any_left
+        if at_work == len(self._running):
+            time.sleep(_PAUSE_S)
+        return at_work > 0
 
     def settle(self) -> bool:
         """Whether everything between the tiers came to its end."""

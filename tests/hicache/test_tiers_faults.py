@@ -179,8 +179,8 @@ def nonsense(request: pytest.FixtureRequest) -> Iterator[HiRadixCache]:
 
 
 def test_a_store_that_says_nonsense_does_no_harm(nonsense: HiRadixCache) -> None:
-    """A future that raises, a count out of range, what is no count, a call that raises: the cache goes on,
-    with no lock and no page gone.
+    """A future that raises, a count out of range, what is no count, a call that raises: the cache goes
+    on, with no lock and no page gone.
     """
     put(nonsense, range(40))
     assert nonsense.settle(30)
