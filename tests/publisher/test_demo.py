@@ -177,7 +177,7 @@ def test_a_store_that_nobody_asked_for_goes_away(victim: str, tag: str, tmp_path
     killed with SIGKILL.
     """
     with start_kvevents(
-        tag, "demo", *SMALL[:1], "--requests", "2000", *FREE_PORTS, TMPDIR=str(tmp_path)
+        tag, "demo", *SMALL[:1], "--requests", "1000", *FREE_PORTS, TMPDIR=str(tmp_path)
     ) as process:
         eventually(lambda: 1 if any(tmp_path.glob("kvevents-demo-*/*/*/*")) else None)
         if victim == "demo":
@@ -269,7 +269,9 @@ def test_a_killed_router_does_not_stop_the_worker(tag: str) -> None:
     """Kill -9 as soon as it is there: all requests are run, and the summary says that nobody knows what
     the router believed; exit code 1.
     """
-    with start_kvevents(tag, "demo", "--json", "--requests", "1000", *FREE_PORTS) as process:
+    with start_kvevents(
+        tag, "demo", "--json", "--requests", "1000", "--storage", "none", *FREE_PORTS
+    ) as process:
         kill(find(tag, ROUTER))
         out, err = process.communicate(timeout=60.0)
         assert (process.returncode, err) == (1, "")
@@ -286,7 +288,9 @@ def test_a_killed_router_does_not_stop_the_worker(tag: str) -> None:
 @pytest.mark.parametrize(("part", "said"), [(WORKER, "-9"), (SIDECAR, "sidecar")])
 def test_a_killed_worker_or_sidecar_ends_the_demo(tag: str, part: str, said: str) -> None:
     """Kill -9 in the middle: one line says which it was, the exit code is not 0, and nothing is left."""
-    with start_kvevents(tag, "demo", "--requests", "1500", *FREE_PORTS) as process:
+    with start_kvevents(
+        tag, "demo", "--requests", "1500", "--storage", "none", *FREE_PORTS
+    ) as process:
         find(tag, TAIL)  # it is started once the sidecar is ready: the requests are running
         kill(find(tag, part))
         _, err = process.communicate(timeout=60.0)
