@@ -133,6 +133,8 @@ def test_a_trace_with_next_to_nothing_in_it(tmp_path: Path, tag: str) -> None:
 
 # ---------------------------------------------------------------------------------------- tiers
 
+ENDLESS = ("--requests", "5000", "--storage", "none")
+"""No store that would have to be removed at the end."""
 SMALL = ("--json", "--requests", "200", "--device-pages", "400", "--host-pages", "600", *FREE_PORTS)
 
 
@@ -305,7 +307,7 @@ def test_a_killed_worker_or_sidecar_ends_the_demo(tag: str, part: str, said: str
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_end_of_the_parent_is_the_end_of_all(tag: str, number: signal.Signals) -> None:
     """Two seconds after Ctrl-C or SIGTERM no process of the demo is left."""
-    with start_kvevents(tag, "demo", "--requests", "5000", *FREE_PORTS) as process:
+    with start_kvevents(tag, "demo", *ENDLESS, *FREE_PORTS) as process:
         find(tag, TAIL)
         everyone = tagged(tag)
         for part in (WORKER, SIDECAR, TAIL):
@@ -322,7 +324,7 @@ def test_kill_9_of_the_parent_is_the_end_of_all(tag: str) -> None:
     """Two seconds after kill -9 of the parent nothing is left but a tail that was stopped; that one ends
     as soon as it runs again, although nothing comes any more that could tell it.
     """
-    with start_kvevents(tag, "demo", "--requests", "5000", *FREE_PORTS) as process:
+    with start_kvevents(tag, "demo", *ENDLESS, *FREE_PORTS) as process:
         sleeper = find(tag, TAIL)
         kill(sleeper, signal.SIGSTOP)
         everyone = tagged(tag)
