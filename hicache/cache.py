@@ -454,7 +454,7 @@ class HiRadixCache:
         return self._mover.evict(num_pages)
 
     def flush(self) -> None:
-        """Drop everything, on every tier, and delete from the disk what this cache knows there.
+        """Drop everything, on every tier; a store on disk is empty from then on.
 
         What is under way comes to nothing. An external store keeps its pages, which other workers may be
         using; after a change of weights its `PageFormat` needs another model name. Raises ValueError,

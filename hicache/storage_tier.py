@@ -279,7 +279,7 @@ class StorageTier:
         self._audit = self.backend.audit(keys) if keys else None
 
     def forget(self) -> None:
-        """The tree was cleared: delete from the store what was, or may have been, known to be there.
+        """The tree was cleared: a store on disk is emptied, of what is not known to be there too.
 
         An external store is not this worker's alone: what is there stays, for the others.
         """

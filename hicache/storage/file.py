@@ -88,13 +88,7 @@ class FileStorage:
         """Called once, before all else. Raises StorageError for a pool of another format."""
         if self._pool is not None:
             raise StorageError("attach: the store has a cache already")
-        for name, has, wanted in (
-            ("dtype", pool.shape.dtype, self._form.shape.dtype),
-            ("shape", pool.shape, self._form.shape),
-            ("page_size", pool.page_size, self._form.page_size),
-        ):
-            if has != wanted:
-                raise StorageError(f"{name}: the pool has {has}, the store is for {wanted}")
+        self._form.check(pool)
         self._pool = pool
 
     def held(self) -> list[StoredPage]:

@@ -16,6 +16,7 @@ from typing import Self, TypeAlias
 import msgspec
 
 from hicache.pool import HostPool, KVShape, PagePool, Shape
+from hicache.storage.backend import StorageError
 
 __all__ = [
     "KeyScheme",
@@ -66,6 +67,16 @@ class PageFormat:
     ) -> Self:
         """That of a pool's pages."""
         return cls(model, pool.shape, pool.page_size, tp_rank, tp_size)
+
+    def check(self, pool: HostPool) -> None:
+        """Raises StorageError, naming what differs, unless the pool's pages are of this format."""
+        for name, has, wanted in (
+            ("dtype", pool.shape.dtype, self.shape.dtype),
+            ("shape", pool.shape, self.shape),
+            ("page_size", pool.page_size, self.page_size),
+        ):
+            if has != wanted:
+                raise StorageError(f"{name}: the pool has {has}, the store is for {wanted}")
 
     @property
     def is_mla(self) -> bool:

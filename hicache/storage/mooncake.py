@@ -94,13 +94,7 @@ class MooncakeStorage:
         """
         if self._pool is not None:
             raise StorageError("attach: the store has a cache already")
-        for name, has, wanted in (
-            ("dtype", pool.shape.dtype, self._form.shape.dtype),
-            ("shape", pool.shape, self._form.shape),
-            ("page_size", pool.page_size, self._form.page_size),
-        ):
-            if has != wanted:
-                raise StorageError(f"{name}: the pool has {has}, the store is for {wanted}")
+        self._form.check(pool)
         code = self._client.register(pool.address, pool.num_bytes)
         if code != OK:
             raise StorageError(f"pool: {pool.num_bytes} bytes: register_buffer: {meaning(code)}")
