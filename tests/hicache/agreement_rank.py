@@ -8,6 +8,7 @@ the events of the step (`rankN.events`), a line each; at the end, what happened 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from array import array
@@ -181,7 +182,7 @@ class RankUnderTest:
         if luck < 0.04:
             self.transfers.release()
             self.storage.release()
-        elif luck < 0.055 and (files := sorted(self._directory.rglob("*.kv"))):
+        elif luck < 0.055 and (files := page_files(self._directory)):
             self._own.choice(files).unlink(missing_ok=True)
             self.storage.audit([page.key for page in self._files.held()])
         elif luck < 0.5:
@@ -361,10 +362,18 @@ def run(rank: int, size: int, folder: Path, plan: Plan, trees: TextIO, events: T
     return counts
 
 
+def page_files(directory: Path) -> list[Path]:
+    """Every page of a store, in order. Folders may go meanwhile: a store that was cleared is put aside
+    and removed in the background, and `rglob` of a folder that goes raises."""
+    return sorted(
+        Path(folder, name) for folder, _, names in os.walk(directory) for name in names if name.endswith(".kv")
+    )
+
+
 def lose_some(directory: Path, own: Random) -> None:
     """While nobody has the files open, some, all or none of them are lost."""
     chance = own.choice((0.0, 0.0, 0.05, 0.3, 1.0))
-    for file in sorted(directory.rglob("*.kv")):
+    for file in page_files(directory):
         if own.random() < chance:
             file.unlink()
 
