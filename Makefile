@@ -24,9 +24,12 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
-# The model tests with many examples; minutes.
+# Faults at random, by seed, for three quarters of SECONDS; then the model tests. See docs/stress.md.
+SECONDS ?= 1500
+SEED ?= 1
+RUNS ?= 0
 stress: $(INSTALLED)
-	KVEVENTS_PROFILE=stress $(BIN)/pytest --timeout=3600 -k model
+	$(BIN)/python tests/integration/stress.py --models --seconds $(SECONDS) --seed $(SEED) --runs $(RUNS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("python 3.11 or newer is needed")'

@@ -31,6 +31,7 @@ class Block(NamedTuple):
 
     parent: BlockHash | None
     tokens: bytes
+    """Empty when they were left out."""
     namespace: Namespace
     lora_id: int | None
     media: int
@@ -152,10 +153,12 @@ class BlockIndex:
                 del self._children[_key(held)]
 
     def _tokens_of(self, event: BlockStored) -> TokenBytes | None:
-        """The tokens of an event; None unless they are whole blocks, one a hash, of this index's size."""
+        """The tokens of an event; None unless they are whole blocks, one a hash, of this index's size,
+        or left out.
+        """
         size, tokens = event.block_size, event.token_ids
         sound = size == self.block_size if self.block_size else size > 0
-        if not sound or len(tokens) != size * len(event.block_hashes):
+        if not sound or len(tokens) not in (0, size * len(event.block_hashes)):
             return None
         try:
             return pack_tokens(tokens)
@@ -164,7 +167,7 @@ class BlockIndex:
 
     def _put(self, block_hash: BlockHash, block: Block) -> None:
         self._blocks[block_hash] = block
-        if self._children is not None:
+        if self._children is not None and block.tokens:
             self._children[_key(block)] = block_hash
 
     def _namespace(self, event: BlockStored) -> Namespace | None:
@@ -180,7 +183,8 @@ class BlockIndex:
     # --------------------------------------------------------------------------------- queries
 
     def overlap(self, tokens: Any, namespace: Namespace = BASE) -> Overlap:
-        """How much of the prompt's prefix is held. Walks by tokens: any engine's hashes will do.
+        """How much of the prompt's prefix is held. Walks by tokens: any engine's hashes will do, and
+        blocks that were told without their tokens are not found.
 
         Raises what `pack_tokens` raises.
         """
@@ -189,7 +193,8 @@ class BlockIndex:
         if self.block_size is None:
             return Overlap(blocks)
         if self._children is None:
-            self._children = {_key(block): name for name, block in self._blocks.items()}
+            blocks_with_tokens = ((n, b) for n, b in self._blocks.items() if b.tokens)
+            self._children = {_key(block): name for name, block in blocks_with_tokens}
         step, parent, walking, length = self.block_size * TOKEN_BYTES, None, _ALL, 0
         for end in range(step, len(packed) + 1, step):
             text = bytes(packed[end - step : end])

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from kvevents.errors import KVEventsError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
@@ -30,12 +32,77 @@ from kvevents.hashing import (
     wire_hash,
 )
 from kvevents.namespace import BASE, Namespace
-from kvevents.records import Clear, Record, Remove, StoreKnown, StoreNew
+from kvevents.records import BlockId, Clear, Record, Remove, StoreKnown, StoreNew
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds
 
-__all__ = ["Materializer"]
+__all__ = ["FrozenRuns", "Materializer", "SavedRun"]
 
 _BIT = {medium: 1 << i for i, medium in enumerate(StorageMedium)}
+_ALL = (1 << len(_BIT)) - 1
+
+
+class SavedRun(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    """Consecutive blocks as they are kept in a file. `media`: a byte for each, bit i for the i-th
+    `StorageMedium`; 0 for a block that is forgotten. `hashes`: 8 bytes each, in the machine's order.
+    """
+
+    first_id: BlockId
+    parent_hash: int | None
+    namespace: Namespace
+    tokens: bytes
+    digests: bytes
+    hashes: bytes
+    media: bytes
+
+
+class FrozenRuns:
+    """What a materializer held at one moment. Made in one pass over its runs, none of which it copies."""
+
+    def __init__(self, runs: list[_Run], block_size: int) -> None:
+        self._runs = [run.frozen() for run in runs if run.live]
+        self._block_size = block_size
+
+    def saved(self) -> Iterator[SavedRun]:
+        """The runs, parents before children; `Materializer.load` takes them."""
+        for run in self._runs:
+            yield SavedRun(
+                BlockId(run.first),
+                run.parent_hash,
+                run.space.namespace,
+                run.tokens,
+                run.digests,
+                run.hashes.tobytes(),
+                bytes(run.media),
+            )
+
+    def snapshot(self, blocks_per_event: int) -> Iterator[list[Event]]:
+        """Events that tell all of it, parents before children on every medium; a list for each stretch
+        of at most `blocks_per_event` blocks, one event for each medium that has it.
+        """
+        for run in self._runs:
+            for start, stop in run.stretches(blocks_per_event):
+                media = run.media[start]
+                yield [
+                    _stretch_event(run, start, stop, medium, self._block_size)
+                    for medium, bit in _BIT.items()
+                    if media & bit
+                ]
+
+
+def _stretch_event(
+    run: _Run, start: int, stop: int, medium: StorageMedium, block_size: int
+) -> BlockStored:
+    size, namespace = block_size * TOKEN_BYTES, run.space.namespace
+    return BlockStored(
+        block_hashes=list(run.hashes[start:stop]),
+        parent_block_hash=run.parent_of(start),
+        token_ids=TokenIds(TokenBytes(run.tokens[start * size : stop * size])),
+        block_size=block_size,
+        medium=medium,
+        lora_name=namespace.lora_name,
+        cache_salt=namespace.cache_salt,
+        extra_key=namespace.extra_key,
+    )
 
 
 class _Space:
@@ -84,6 +151,29 @@ class _Run:
             self.media[start:stop],
         )
 
+    def frozen(self) -> _Run:
+        """A copy that shares what never changes."""
+        return _Run(
+            self.first,
+            self.space,
+            self.parent_hash,
+            self.tokens,
+            self.digests,
+            self.hashes,
+            bytearray(self.media),
+        )
+
+    def stretches(self, longest: int) -> Iterator[tuple[int, int]]:
+        """Starts and stops of what is on the same media, and on any."""
+        start, media = 0, self.media
+        while start < len(media):
+            stop = start + 1
+            while stop < len(media) and stop - start < longest and media[stop] == media[start]:
+                stop += 1
+            if media[start]:
+                yield start, stop
+            start = stop
+
     def empty(self) -> None:
         """Keep the place in the order of runs, and nothing else."""
         self.tokens = self.digests = b""
@@ -104,12 +194,46 @@ class Materializer:
         self._starts: list[int] = []
         self._dead = 0
         self._resident = 0
+        self._counts = dict.fromkeys(StorageMedium, 0)
         self._out = _EventBuilder(block_size)
 
     @property
     def num_blocks(self) -> int:
         """Blocks with a copy on at least one medium."""
         return self._resident
+
+    def count(self, medium: StorageMedium) -> int:
+        """Blocks with a copy on `medium`."""
+        return self._counts[medium]
+
+    def freeze(self) -> FrozenRuns:
+        """What is held now; later records do not change it."""
+        return FrozenRuns(self._runs, self._block_size)
+
+    def load(self, saved: Iterable[SavedRun]) -> None:
+        """Hold what `FrozenRuns.saved` gave, in place of what is held. Raises KVEventsError for runs that
+        cannot be.
+        """
+        self._forget_all()
+        for one in saved:
+            count = len(one.media)
+            sizes = (len(one.tokens), len(one.digests), len(one.hashes))
+            needed = (self._block_size * TOKEN_BYTES, DIGEST_BYTES, 8)
+            if not count or any(
+                have != count * size for have, size in zip(sizes, needed, strict=True)
+            ):
+                raise KVEventsError(f"run of id {one.first_id}: {sizes} bytes for {count} blocks")
+            if max(one.media) > _ALL or not any(one.media):
+                raise KVEventsError(f"run of id {one.first_id}: it has blocks on no known medium")
+            hashes = array("q", one.hashes)
+            parent = None if one.parent_hash is None else BlockHash(one.parent_hash)
+            space = self._space(one.namespace)
+            media = bytearray(one.media)
+            run = _Run(one.first_id, space, parent, one.tokens, one.digests, hashes, media)
+            self._add(run)
+            self._resident += run.live
+            for medium, bit in _BIT.items():
+                self._counts[medium] += sum(1 for held in media if held & bit)
 
     def apply(self, records: Iterable[Record]) -> list[Event]:
         """The events of these records, in order. Raises KVEventsError (M1, M2)."""
@@ -149,6 +273,7 @@ class Materializer:
         run = _Run(first, space, parent_hash, record.tokens, b"".join(digests), hashes, media)
         self._add(run)
         self._resident += count
+        self._counts[record.medium] += count
         self._out.stored(record.medium, run, 0, count)
 
     def _store_known(self, record: StoreKnown) -> None:
@@ -160,6 +285,7 @@ class Materializer:
                     what = "is on it already" if held else "is forgotten"
                     raise KVEventsError(f"store on {record.medium}: id {run.first + offset} {what}")
                 run.media[offset] = held | bit
+            self._counts[record.medium] += stop - start
             self._out.stored(record.medium, run, start, stop)
 
     def _remove(self, medium: StorageMedium, first: int, count: int) -> None:
@@ -174,6 +300,7 @@ class Materializer:
                     )
                 run.media[offset] = held & ~bit
                 gone += held == bit
+            self._counts[medium] -= stop - start
             self._out.removed(medium, run.hashes[start:stop])
             if gone:
                 self._forget(run, gone)
@@ -268,6 +395,7 @@ class Materializer:
     def _forget_all(self) -> None:
         self._runs, self._starts, self._spaces = [], [], {}
         self._dead = self._resident = 0
+        self._counts = dict.fromkeys(StorageMedium, 0)
 
 
 class _EventBuilder:

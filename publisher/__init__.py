@@ -4,9 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvevents.gaps import Gap, Lost, Restarted
+from publisher.attendant import Respawn, SidecarState
 from publisher.client import ClientStats, LinkError, SidecarClient
 from publisher.config import ConfigError, SidecarConfig, SinkConfig, WorkerInfo
-from publisher.spawn import Sidecar, spawn
+from publisher.spawn import Sidecar, listen, spawn
 
 if TYPE_CHECKING:
     from publisher.subscriber import Batch, Received, Subscriber, SubscriberStats, Undecodable
@@ -28,14 +29,17 @@ __all__ = [
     "LinkError",
     "Lost",
     "Received",
+    "Respawn",
     "Restarted",
     "Sidecar",
     "SidecarClient",
     "SidecarConfig",
+    "SidecarState",
     "SinkConfig",
     "Subscriber",
     "SubscriberStats",
     "Undecodable",
     "WorkerInfo",
+    "listen",
     "spawn",
 ]

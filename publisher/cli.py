@@ -23,6 +23,7 @@ _NEEDS = {
     "tail": ("publisher", ("zmq",)),
     "demo": ("demo", ("zmq", "torch")),
     "serve": ("publisher", ("zmq",)),
+    "keygen": ("publisher", ("zmq",)),
 }
 """A command's extra, and the modules it brings."""
 
@@ -72,6 +73,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     _add_tail(commands.add_parser("tail", help="print a stream, one line per event"))
     _add_demo(commands.add_parser("demo", help="worker, sidecar and router on a real trace"))
     _add_serve(commands.add_parser("serve", help="the sidecar itself; a worker spawns it"))
+    _add_keygen(commands.add_parser("keygen", help="a pair of keys for CURVE"))
     options = parser.parse_args(arguments)
     extra, modules = _NEEDS[options.command]
     if not all(importlib.util.find_spec(module) for module in modules):
@@ -135,32 +137,50 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--link", required=True, metavar="PATH", help="the worker's unix socket")
-    parser.add_argument(
-        "--config", metavar="FILE", help="settings as JSON; - reads them from standard input"
-    )
+    from publisher.settings import add_options
+
+    add_options(parser)
     parser.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from publisher.config import SidecarConfig, read_config
+    from publisher.settings import read_settings
+
+    settings = read_settings(options)
+    if options.check:
+        print(msgspec.json.format(msgspec.json.encode(settings.config)).decode())
+        return 0
+
     from publisher.sidecar import serve
     from publisher.source import SourceError
 
-    config = SidecarConfig()
-    if options.config is not None:
-        try:
-            text = sys.stdin.read() if options.config == "-" else Path(options.config).read_text()
-            config = read_config(SidecarConfig, msgspec.json.decode(text))
-        except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-            raise ValueError(f"--config: {error}") from None
-        except RecursionError:
-            raise ValueError("--config: nested too deeply") from None
     try:
-        return serve(Path(options.link), config)
+        return serve(settings.link, settings.config, facts=settings.facts, forever=settings.forever)
     except SourceError as error:
         print(f"kvevents serve: {error}", file=sys.stderr)
         return NO_CONNECTION
+
+
+def _add_keygen(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "directory", metavar="DIR", help="where to; it is made when it is not there"
+    )
+    parser.add_argument(
+        "--name", default="kvevents", help="of the files, NAME.key and NAME.key_secret"
+    )
+    parser.set_defaults(run=_keygen)
+
+
+def _keygen(options: argparse.Namespace) -> int:
+    from publisher.curve import write_keys
+
+    try:
+        public, secret = write_keys(Path(options.directory), options.name)
+    except OSError as error:
+        raise ValueError(f"DIR: {options.directory}: {error.strerror or error}") from None
+    print(public)
+    print(secret)
+    return 0
 
 
 if __name__ == "__main__":

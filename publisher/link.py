@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+from array import array
 from typing import TypeAlias
 
 import msgspec
@@ -18,7 +19,10 @@ from kvevents.errors import KVEventsError
 from publisher.config import WorkerInfo
 
 __all__ = [
+    "BATCH",
     "FRESH",
+    "LINK_ID_BYTES",
+    "LOST",
     "VERSION",
     "Bound",
     "Close",
@@ -33,9 +37,16 @@ __all__ = [
     "send",
 ]
 
-VERSION = 1
+VERSION = 2
+LINK_ID_BYTES = 16
 FRESH = 1
 """Flag of a ring message: a re-telling begins with it, and what was missed before no longer matters."""
+
+BATCH = 2
+"""Flag of a ring message: its body is a batch of events, from an engine that has no records."""
+
+LOST = 4
+"""Flag of an input that stands for all before it which never came. Its body says why."""
 
 _MAX_PACKET = 64 << 10
 _MAX_FDS = 2
@@ -55,17 +66,24 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     pid: int
 
 
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Sidecar: every socket is bound. `http_endpoint`: where its metrics and health are."""
+
+    sinks: tuple[Bound, ...]
+    http_endpoint: str | None = None
+
+
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Worker: this is me; ring and eventfd come along."""
+    """Worker: this is me; ring and eventfd come along.
+
+    `link_id`: of the ring's stream of numbers. It is another one only where that begins anew.
+    `before`: what an earlier sidecar of this link had bound, so that ports may stay what they were.
+    """
 
     version: int
     worker: WorkerInfo
-
-
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Sidecar: every socket is bound."""
-
-    sinks: tuple[Bound, ...]
+    link_id: bytes
+    before: Ready | None = None
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -104,8 +122,9 @@ _decode = msgspec.msgpack.Decoder(ControlMessage).decode
 
 
 def send(connection: socket.socket, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:
-    """Raises OSError when the other side is gone."""
-    socket.send_fds(connection, [_encode(message)], list(fds))
+    """Raises OSError when the other side is gone, also where that would raise SIGPIPE."""
+    along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+    connection.sendmsg([_encode(message)], along, socket.MSG_NOSIGNAL)
 
 
 def receive(connection: socket.socket) -> tuple[ControlMessage | None, list[int]]:
@@ -115,14 +134,16 @@ def receive(connection: socket.socket) -> tuple[ControlMessage | None, list[int]
     is none.
     """
     try:
-        data, fds, _, _ = socket.recv_fds(connection, _MAX_PACKET, _MAX_FDS)
+        data, fds, _, _ = socket.recv_fds(
+            connection, _MAX_PACKET, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+        )
     except ConnectionError:
         return None, []
     if not data:
         return None, []
     try:
         return _decode(data), list(fds)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         for fd in fds:
             os.close(fd)
         raise KVEventsError(f"control message: {error}") from error

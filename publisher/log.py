@@ -1,6 +1,6 @@
 """The retained log: the newest frames of a sink, and the state before the oldest of them.
 
-L1  Seqs count from 0, one for each frame appended, without a hole.
+L1  Seqs count from `next_seq` as it was given, one for each frame appended, without a hole.
 L2  The log keeps at most `max_batches` frames and `max_bytes` of payload, but always the newest frame.
     A frame that falls off is applied to the base state first.
 L3  A replay from any start is contiguous and ends with the newest frame: the frames themselves,
@@ -32,7 +32,10 @@ class _Retained:
 
 
 class RetainedLog:
-    """`encode` makes a payload of events; a snapshot has about `snapshot_blocks` blocks a batch."""
+    """`encode` makes a payload of events; a snapshot has about `snapshot_blocks` blocks a batch.
+
+    `next_seq`, `base`: where an earlier log ended, and the state then, which becomes this log's own.
+    """
 
     def __init__(
         self,
@@ -41,22 +44,33 @@ class RetainedLog:
         max_batches: int,
         max_bytes: int,
         snapshot_blocks: int = 256,
+        next_seq: int = 0,
+        base: BlockIndex | None = None,
     ) -> None:
         self._encode = encode
         self._max_batches, self._max_bytes = max_batches, max_bytes
         self._snapshot_blocks = snapshot_blocks
         self._frames: deque[_Retained] = deque()
         self._bytes = 0
-        self._base = BlockIndex()
+        self._base = BlockIndex() if base is None else base
         self._fork: BlockIndex | None = None
         """A copy of the base state, shared by the snapshots taken of it."""
-        self.next_seq = 0
+        self.next_seq = next_seq
         """The seq of the next frame."""
 
     @property
     def oldest_seq(self) -> int:
         """The seq of the oldest frame kept; `next_seq` when none is."""
         return self.next_seq - len(self._frames)
+
+    def reaches(self, start: int) -> bool:
+        """Whether a replay from `start` needs no snapshot."""
+        return start != JOIN and start >= self.oldest_seq
+
+    @property
+    def num_batches(self) -> int:
+        """Frames kept."""
+        return len(self._frames)
 
     @property
     def num_bytes(self) -> int:

@@ -40,11 +40,14 @@ _MESSAGE_BYTES = (
 
 @dataclass(slots=True)
 class ReplayStats:
-    """Counts since the start. `dropped`: clients that stopped reading or went away."""
+    """Counts since the start. `answered`: to the end; of these, `snapshots`: with the state in front.
+    `dropped`: clients that stopped reading or went away.
+    """
 
     requests: int = 0
     malformed: int = 0
     answered: int = 0
+    snapshots: int = 0
     batches: int = 0
     dropped: int = 0
 
@@ -70,7 +73,7 @@ class _Cursor:
 class ReplayServer:
     """Serves a ROUTER socket that has ROUTER_MANDATORY set; not its owner.
 
-    `replay` gives the answers from a start seq.
+    `replay` gives the answers from a start seq; `reaches`, whether they are without a snapshot.
     """
 
     def __init__(
@@ -78,10 +81,12 @@ class ReplayServer:
         router: zmq.Socket[bytes],
         topic: bytes,
         replay: Callable[[int], Iterator[tuple[int, bytes]]],
+        reaches: Callable[[int], bool],
         *,
         timeout_s: float,
     ) -> None:
-        self.router, self._topic, self._replay = router, topic, replay
+        self.router, self._topic = router, topic
+        self._replay, self._reaches = replay, reaches
         self._timeout_s = timeout_s
         self._retry_at = 0.0
         self._waiting: dict[bytes, ReplayRequest | _Malformed] = {}
@@ -152,7 +157,11 @@ class ReplayServer:
 
     def _answers(self, request: ReplayRequest | _Malformed) -> Iterator[list[bytes]]:
         """Starts at once, so that the answer is of the moment of the request."""
-        replay = self._replay(request.start) if isinstance(request, ReplayRequest) else iter(())
+        replay: Iterator[tuple[int, bytes]] = iter(())
+        is_whole = True
+        if isinstance(request, ReplayRequest):
+            is_whole = self._reaches(request.start)
+            replay = self._replay(request.start)
 
         def answers() -> Iterator[list[bytes]]:
             for seq, payload in replay:
@@ -160,6 +169,7 @@ class ReplayServer:
                 self.stats.batches += 1
             yield replay_end(delimited=request.delimited)
             self.stats.answered += 1
+            self.stats.snapshots += not is_whole
 
         return answers()
 

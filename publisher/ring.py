@@ -95,6 +95,11 @@ class RingWriter(_Ring):
         return self.capacity - used if 0 <= used <= self.capacity else 0
 
     @property
+    def most_bytes(self) -> int:
+        """The longest body there can be."""
+        return self.capacity - _prefix.size
+
+    @property
     def resyncs(self) -> int:
         """How often the reader has asked for a resync."""
         return int(self._words[_W_RESYNCS])
@@ -156,6 +161,11 @@ class RingReader(_Ring):
     def offered(self) -> int:
         """Messages offered so far (B3)."""
         return int(self._words[_W_OFFERED])
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that the writer cannot use: messages not released yet, their headers included."""
+        return min(self.capacity, max(0, int(self._words[_W_HEAD] - self._words[_W_TAIL])))
 
     def read(self) -> Message | None:
         """The next message, None when there is none. `release` lets its place go.

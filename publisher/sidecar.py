@@ -1,168 +1,246 @@
-"""The sidecar's process: one thread, one loop, from the link to the sinks.
-
-Each turn does a bounded amount of everything: ring messages, replay requests, replay answers. So no
-flood and no client keeps another waiting for long.
-"""
+"""The sidecar's process: what it opens, in which order, and how it ends."""
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import logging
-import math
 import os
-import signal
+import select
+import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import zmq
 
-from kvevents.events import AllBlocksCleared
-from publisher.config import SidecarConfig
-from publisher.replay import RETRY_S
+from publisher.config import ConfigError, SidecarConfig, WorkerInfo, check_ports, sink_names
+from publisher.core import Core
+from publisher.curve import Guard, exposure_warning
+from publisher.endpoint import Endpoint
+from publisher.link import Ready
+from publisher.logs import LineHandler, configure, fields
+from publisher.loop import Loop
+from publisher.relay import RelaySource
+from publisher.signals import Signals
 from publisher.sink import Sink, SinkError
-from publisher.source import LinkSource
+from publisher.source import LinkSource, Source, SourceError
+from publisher.state_folder import StateError, StateFolder, default_root
+from publisher.status import SidecarStatus
+from publisher.version import VERSION
+from publisher.web import StatusServer
 
 __all__ = ["serve"]
 
-_MESSAGES_PER_TAKE = 4
-_TURN_S = 0.002  # for the ring, before clients have their turn
 _CONNECT_S = 10.0
-_LOG_INTERVAL_S = 1.0
+_TAKE_OVER_S = 4.0
+"""How long, beyond its linger, to wait for an earlier sidecar to let go of the state."""
+_LOOK_AGAIN_S = 0.2
 _CLOSE_LINGER_S = 0.2  # what was published last has had the linger to leave
 
 _log = logging.getLogger("kvevents.sidecar")
 
+Context = zmq.Context[zmq.Socket[bytes]]
 
-def serve(link: Path, config: SidecarConfig) -> int:
+
+def serve(
+    link: Path | None,
+    config: SidecarConfig,
+    *,
+    facts: Mapping[str, str] | None = None,
+    forever: bool = False,
+) -> int:
     """Run until the worker is gone or SIGTERM comes; the process's exit code.
 
-    Raises SourceError when there is no worker at `link`.
+    `link`: the worker's socket; None: `config.relay` says where the engine is. `facts`: what topics may
+    say besides. `forever`: wait for a worker, and for the next one when it is gone. Raises SourceError
+    when there is no worker at `link`.
     """
-    source = LinkSource(link, timeout_s=_CONNECT_S)
-    context = zmq.Context[zmq.Socket[bytes]]()
-    sinks: list[Sink] = []
+    handler = configure(config.log_format, config.log_level, sys.stderr)
+    signals = Signals(ignore_interrupt=not forever and link is not None)
     try:
-        for number, one in enumerate(config.sinks):
+        while True:
+            if forever and link is not None and not _await_link(link, signals):
+                return 0
             try:
-                sinks.append(Sink(context, one, source.worker.dp_rank, clock=time.time))
-            except SinkError as error:
-                where = f"sinks[{number}]." if len(config.sinks) > 1 else ""
-                source.failed(f"{where}{error}")
-                return 2
-        source.ready(tuple(sink.bound for sink in sinks))
-        _Loop(source, sinks, config).run()
-        return 0
+                code = _serve_one(link, config, facts or {}, signals, handler)
+            except SourceError as error:
+                if not forever:
+                    raise
+                _log.info("%s", error)
+                code = 0 if _wait(signals) else 2
+            if not forever or signals.stopping or code:
+                return code
     finally:
-        source.close()
-        for sink in sinks:
-            sink.close(linger_s=_CLOSE_LINGER_S)
-        context.term()
+        signals.close()
 
 
-class _Loop:
-    def __init__(self, source: LinkSource, sinks: list[Sink], config: SidecarConfig) -> None:
-        self._source, self._sinks, self._config = source, sinks, config
-        self._replays = [
-            server
+def _await_link(link: Path, signals: Signals) -> bool:
+    """Until something is at `link`; False when the process is to end."""
+    if not link.exists():
+        _log.info("waiting for a worker at %s", link)
+    while not link.exists():
+        if not _wait(signals):
+            return False
+    return True
+
+
+def _wait(signals: Signals) -> bool:
+    select.select([signals.fd], [], [], _LOOK_AGAIN_S)
+    signals.take()
+    return not signals.stopping
+
+
+def _serve_one(
+    link: Path | None,
+    config: SidecarConfig,
+    facts: Mapping[str, str],
+    signals: Signals,
+    handler: LineHandler,
+) -> int:
+    """For one worker. A reason not to start is said to it, and logged."""
+    with contextlib.ExitStack() as opened:
+        context = Context()
+        opened.callback(context.term)
+        source: Source
+        if link is not None:
+            source = LinkSource(link, timeout_s=_CONNECT_S)
+        else:
+            assert config.relay is not None, "settings: a link or a relay"
+            source = RelaySource(config.relay, context=context)
+        opened.callback(source.close)
+        try:
+            loop = _open(opened, context, source, link, config, facts, signals, handler)
+        except (ConfigError, SinkError, StateError, OSError) as error:
+            _log.error("%s", error)
+            if isinstance(source, LinkSource):
+                source.failed(str(error))
+            return 2
+        loop.run()
+    return 0
+
+
+def _open(
+    opened: contextlib.ExitStack,
+    context: Context,
+    source: Source,
+    link: Path | None,
+    config: SidecarConfig,
+    facts: Mapping[str, str],
+    signals: Signals,
+    handler: LineHandler,
+) -> Loop:
+    """State first: its lock is let go when an earlier sidecar has closed its sockets. Then the sockets;
+    the journal goes on when all of them are there.
+    """
+    worker = source.worker
+    before = source.before if isinstance(source, LinkSource) else None
+    check_ports(config, worker)
+    folder = _state_folder(config, worker, link)
+    if folder is not None:
+        opened.callback(folder.close)
+    core = Core(
+        worker,
+        source.link_id,
+        config.sinks,
+        sink_names(config),
+        folder.path if folder else None,
+        clock=time.time,
+        with_journal=config.persist == "all",
+        may_reset=config.on_lost_state == "reset",
+    )
+    opened.callback(core.close)
+    guard = None
+    if config.curve is not None:
+        guard = Guard(
+            context,
+            secret_key=config.curve.secret_key,
+            client_keys=config.curve.client_keys,
+        )
+        opened.callback(guard.close)
+    sinks: list[Sink] = []
+    for number, one in enumerate(config.sinks):
+        kept = before.sinks[number] if before and number < len(before.sinks) else None
+        with _naming(config, number):
+            sink = Sink(context, one, core.outputs[number], worker, facts, guard=guard, before=kept)
+        opened.callback(sink.close, linger_s=_CLOSE_LINGER_S)
+        sinks.append(sink)
+    status = SidecarStatus(worker, VERSION, os.getpid(), time.time())
+    web = _open_web(config, worker, before.http_endpoint if before else None, status)
+    if web is not None:
+        opened.callback(web.close)
+    loop = Loop(source, core, sinks, config, status, signals, guard, handler)
+    loop.begin()
+    if isinstance(source, LinkSource):
+        http_endpoint = web.endpoint if web else None
+        source.ready(Ready(tuple(sink.bound for sink in sinks), http_endpoint))
+    _say_started(core, sinks, config, web)
+    return loop
+
+
+@contextlib.contextmanager
+def _naming(config: SidecarConfig, number: int) -> Iterator[None]:
+    """Errors of a sink name it where there are several."""
+    try:
+        yield
+    except (SinkError, ConfigError) as error:
+        if len(config.sinks) == 1:
+            raise
+        raise type(error)(f"sinks[{number}].{error}") from None
+
+
+def _state_folder(
+    config: SidecarConfig, worker: WorkerInfo, link: Path | None
+) -> StateFolder | None:
+    """Named by what subscribers know the stream by: the worker's id, or the first sink's address. Where
+    that is any free port, what is kept ends with the worker: it is beside the link.
+    """
+    if config.persist == "none":
+        return None
+    address = config.sinks[0].endpoints_of(worker.dp_rank)[0]
+    stable = worker.worker_id or not Endpoint.parse("endpoint", address).is_any
+    root = Path(config.state_dir) if config.state_dir else default_root()
+    if not stable and config.state_dir is None:
+        if link is None:
+            return None
+        root = link.parent / "state"
+    name = f"{worker.worker_id or address}-dp{worker.dp_rank}" if stable else f"dp{worker.dp_rank}"
+    return StateFolder(root, name, wait_s=config.linger_s + _TAKE_OVER_S)
+
+
+def _open_web(
+    config: SidecarConfig, worker: WorkerInfo, before: str | None, status: SidecarStatus
+) -> StatusServer | None:
+    if config.http_endpoint is None:
+        return None
+    endpoint = Endpoint.parse_http("http_endpoint", config.http_endpoint).for_rank(worker.dp_rank)
+    if endpoint.is_any and before is not None:
+        with contextlib.suppress(ConfigError):
+            return StatusServer(before, lambda: status)
+    return StatusServer(str(endpoint), lambda: status)
+
+
+def _say_started(
+    core: Core, sinks: list[Sink], config: SidecarConfig, web: StatusServer | None
+) -> None:
+    for sink in sinks:
+        _log.info(
+            "sink %s publishes on %s, replays on %s",
+            sink.status.name,
+            sink.bound.endpoint,
+            sink.bound.replay_endpoint,
+            extra=fields(next_seq=sink.output.next_seq, start="warm" if core.warm else "cold"),
+        )
+    if web is not None:
+        _log.info("metrics and health at %s", web.endpoint)
+    warning = exposure_warning(
+        [
+            address
             for sink in sinks
-            if (server := sink.serve_replays(config.replay_timeout_s)) is not None
-        ]
-        self._more = False
-        """Whether the ring may hold messages that have not been taken."""
-        self._stopping = False
-        self._resyncs_logged = 0
-        self._log_at = 0.0
-        self._poller = zmq.Poller()
-        self._poller.register(source.wake_fd, zmq.POLLIN)
-        self._poller.register(source.connection, zmq.POLLIN)
-        if source.worker_fd is not None:
-            self._poller.register(source.worker_fd, zmq.POLLIN)
-        self._worker_ended = False
-        for sink in sinks:
-            self._poller.register(sink.pub, zmq.POLLIN)
-            if sink.router is not None:
-                self._poller.register(sink.router, zmq.POLLIN)
-
-    def run(self) -> None:
-        """Until the worker is gone, then until the linger is over."""
-        signals = self._watch_signals()
-        gc.collect()
-        gc.freeze()  # what start-up made is never garbage; it need not be looked at again
-        while not self._stopping:
-            self._turn(time.monotonic())
-            if self._worker_ended or not self._source.take_control():
-                break
-            self._source.answer_flushes(tuple(sink.next_seq for sink in self._sinks))
-        if not self._stopping:
-            self._last_words()
-        signal.set_wakeup_fd(-1)
-        for fd in signals:
-            os.close(fd)
-
-    def _watch_signals(self) -> tuple[int, int]:
-        """SIGTERM ends the loop; SIGINT is for the worker, whose end ends this process."""
-        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._stop)
-        signal.set_wakeup_fd(writing)
-        self._poller.register(reading, zmq.POLLIN)
-        return reading, writing
-
-    def _stop(self, _signal: int, _frame: object) -> None:
-        self._stopping = True
-
-    def _turn(self, now: float, until: float = float("inf")) -> None:
-        """Wait for something to do, then do a bounded part of all there is."""
-        wake_at = min(until, *(sink.heartbeat(now) for sink in self._sinks))
-        if self._more or any(server.busy for server in self._replays):
-            wake_at = now
-        elif any(server.stalled for server in self._replays):
-            wake_at = min(wake_at, now + RETRY_S)
-        ready = dict(self._poller.poll(math.ceil(max(0.0, wake_at - now) * 1000)))
-        self._worker_ended = self._source.worker_fd in ready
-        now = time.monotonic()
-        if self._source.wake_fd in ready or self._more:
-            self._source.quiet_wake()
-            self._publish(now)
-        for sink in self._sinks:
-            if sink.pub in ready:
-                sink.take_subscriptions()
-        for server in self._replays:
-            if server.router in ready:
-                server.take_requests()
-            server.serve(now)
-
-    def _publish(self, now: float) -> None:
-        """Take from the ring for a while, at least once."""
-        until = time.monotonic() + _TURN_S
-        self._more = True
-        while self._more:
-            self._take(now)
-            if time.monotonic() >= until:
-                break
-
-    def _take(self, now: float) -> None:
-        told, self._more = self._source.take(_MESSAGES_PER_TAKE)
-        if self._source.stats.resyncs != self._resyncs_logged and now >= self._log_at:
-            self._resyncs_logged, self._log_at = self._source.stats.resyncs, now + _LOG_INTERVAL_S
-            _log.warning("asked the worker to tell its state anew: %s", self._source.last_loss)
-        for one in told:
-            if one.events:
-                for sink in self._sinks:
-                    sink.publish(one.ts, one.events, now)
-
-    def _last_words(self) -> None:
-        """The worker is gone: publish what it left, say so, and stay a while for replays."""
-        _log.info("worker %s is gone", self._source.worker.worker_id)
-        self._more = True
-        while self._more:
-            self._publish(time.monotonic())
-        now = time.monotonic()
-        for sink in self._sinks:
-            sink.publish(time.time(), [AllBlocksCleared()], now)
-        self._poller.unregister(self._source.connection)
-        if self._source.worker_fd is not None:
-            self._poller.unregister(self._source.worker_fd)
-        until = now + self._config.linger_s
-        while not self._stopping and (now := time.monotonic()) < until:
-            self._turn(now, until)
+            for address in (*sink.status.endpoints, sink.bound.replay_endpoint)
+            if address is not None
+        ],
+        curve=config.curve is not None,
+        token_ids=any(sink.token_ids for sink in config.sinks),
+    )
+    if warning is not None:
+        _log.warning("%s", warning)

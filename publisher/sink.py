@@ -1,4 +1,4 @@
-"""One public output: a PUB socket with its own seq and retained log, and its replay socket."""
+"""One public output's sockets: a PUB, and a ROUTER that answers replays."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import errno
 import os
 import socket as unix
 import stat
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
 
 import zmq
 
-from kvevents.codec import encode_batch
-from kvevents.events import AllBlocksCleared, Event, KVEventBatch
 from kvevents.frames import live_frames
-from publisher.config import SinkConfig
+from publisher.config import SinkConfig, WorkerInfo
+from publisher.curve import Guard
+from publisher.endpoint import Endpoint
 from publisher.link import Bound
-from publisher.log import RetainedLog
+from publisher.output import Frame, Output
 from publisher.replay import ReplayServer
+from publisher.status import SinkStatus
+from publisher.topic import render_topic
 
 __all__ = ["Sink", "SinkError"]
 
@@ -27,91 +28,118 @@ _MAX_INCOMING_BYTES = 4096
 
 _SUBSCRIPTIONS_PER_TURN = 256
 
-Clock: TypeAlias = Callable[[], float]
-
-
 _REPLAY_HWM = 64
 """Answers queued for one replay client. Few: a client that does not read is noticed by a full queue."""
 
 
 class SinkError(Exception):
-    """A socket that could not be bound. The message names the key and the endpoint."""
+    """A socket that could not be opened. The message names the key and the endpoint."""
 
 
 class Sink:
-    """Binds on construction; raises SinkError when that fails, with nothing left open.
+    """Opens its sockets on construction; raises SinkError or ConfigError, with nothing left open.
 
-    `clock`: seconds since the epoch, for batches the sink makes itself. `now` in the methods is
-    monotonic.
+    `facts`: what a topic may say. `before`: where an earlier run had its sockets, for endpoints that
+    take any port. `now` in the methods is monotonic.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         config: SinkConfig,
-        dp_rank: int,
+        output: Output,
+        worker: WorkerInfo,
+        facts: Mapping[str, str],
         *,
-        clock: Clock,
+        guard: Guard | None = None,
+        before: Bound | None = None,
     ) -> None:
-        self._config, self._dp_rank, self._clock = config, dp_rank, clock
-        self._topic = config.topic.encode()
-        self._log = RetainedLog(
-            self._encode_now, max_batches=config.buffer_steps, max_bytes=config.buffer_bytes
-        )
+        self._config, self.output = config, output
         self._quiet_since: float | None = None
-        self.num_subscribers = 0
         self.pub = context.socket(zmq.XPUB)
         self.router: zmq.Socket[bytes] | None = None
         try:
             self.pub.setsockopt(zmq.SNDHWM, config.hwm)
             self.pub.setsockopt(zmq.XPUB_VERBOSER, 1)
             self.pub.setsockopt(zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES)
-            endpoint = _bind(self.pub, "endpoint", config.endpoint)
-            replay_endpoint = None
-            if config.replay_endpoint is not None:
+            if guard is not None:
+                guard.protect(self.pub)
+            endpoints = self._open_pub(config, worker, before)
+            replay_endpoint = config.replay_endpoint_of(worker.dp_rank)
+            if replay_endpoint is not None:
                 self.router = context.socket(zmq.ROUTER)
                 self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.router.setsockopt(zmq.SNDHWM, _REPLAY_HWM)
                 self.router.setsockopt(zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES)
-                replay_endpoint = _bind(self.router, "replay_endpoint", config.replay_endpoint)
+                if guard is not None:
+                    guard.protect(self.router)
+                kept = before.replay_endpoint if before else None
+                replay_endpoint = _bind(self.router, "replay_endpoint", replay_endpoint, kept)
+            port = Endpoint.parse("endpoint", endpoints[0]).port
+            known = {**facts, **worker.facts(), "port": str(port or "")}
+            self._topic = render_topic("topic", config.topic, known)
         except BaseException:
             self.close(linger_s=0)
             raise
-        self.bound = Bound(endpoint, replay_endpoint)
-        self._begin()
+        self.bound = Bound(",".join(endpoints), replay_endpoint)
+        self.status = SinkStatus(
+            name=config.name,
+            dialect=config.dialect,
+            mode=config.mode,
+            endpoints=endpoints,
+            replay_endpoint=replay_endpoint,
+            topic=self._topic.decode(errors="replace"),
+            buffer_steps=config.buffer_steps,
+            hwm=config.hwm,
+        )
 
-    def _begin(self) -> None:
-        """The first batch of a run clears: who knew of an earlier run forgets it, live or by replay."""
-        self.publish(self._clock(), [AllBlocksCleared()], 0.0)
-        self._quiet_since = None
+    def _open_pub(
+        self, config: SinkConfig, worker: WorkerInfo, before: Bound | None
+    ) -> tuple[str, ...]:
+        endpoints = config.endpoints_of(worker.dp_rank)
+        if config.mode == "bind":
+            kept = before.endpoint if before else None
+            return (_bind(self.pub, "endpoint", endpoints[0], kept),)
+        self.pub.setsockopt(zmq.IPV6, any("[" in one for one in endpoints))
+        for endpoint in endpoints:
+            try:
+                self.pub.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise SinkError(
+                    f"endpoint: {endpoint} cannot be connected to: {error.strerror}"
+                ) from None
+        return endpoints
 
     def serve_replays(self, timeout_s: float) -> ReplayServer | None:
         """A server for the replay socket; None without one."""
         if self.router is None:
             return None
-        return ReplayServer(self.router, self._topic, self._log.replay, timeout_s=timeout_s)
+        return ReplayServer(
+            self.router,
+            self._topic,
+            self.output.replay,
+            self.output.reaches,
+            timeout_s=timeout_s,
+        )
 
-    @property
-    def next_seq(self) -> int:
-        """The seq of the next batch."""
-        return self._log.next_seq
-
-    def publish(self, ts: float, events: list[Event], now: float) -> None:
-        """Send a batch and keep it. Never waits: a subscriber whose queue is full misses it."""
-        payload = encode_batch(KVEventBatch(ts, events, self._dp_rank))
-        seq = self._log.append(payload, events)
-        self.pub.send_multipart(live_frames(self._topic, seq, payload), zmq.NOBLOCK)
+    def send(self, frame: Frame, now: float) -> None:
+        """Send a batch. Never waits: a subscriber whose queue is full misses it."""
+        status = self.status
         self._quiet_since = now
+        try:
+            self.pub.send_multipart(live_frames(self._topic, frame.seq, frame.payload), zmq.NOBLOCK)
+        except zmq.Again:  # retained all the same: it shows as a gap
+            status.dropped["socket"] += len(frame.events)
+            return
+        status.batches += 1
+        status.bytes += len(frame.payload)
+        status.published.add(frame.events)
 
-    def heartbeat(self, now: float) -> float:
-        """Publish an empty batch when it is time; returns when to call again."""
+    def heartbeat_at(self, now: float) -> float:
+        """When an empty batch is due, unless another is sent before."""
         if self._quiet_since is None:
             self._quiet_since = now
-        due = self._quiet_since + self._config.heartbeat_s
-        if now < due:
-            return due
-        self.publish(self._clock(), [], now)
-        return now + self._config.heartbeat_s
+        return self._quiet_since + self._config.heartbeat_s
 
     def take_subscriptions(self) -> None:
         """Read who subscribed and who left, at most so many a turn."""
@@ -120,7 +148,14 @@ class Sink:
                 message = self.pub.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.num_subscribers += {b"\1": 1, b"\0": -1}.get(message[:1], 0)
+            self.status.subscribers += {b"\1": 1, b"\0": -1}.get(message[:1], 0)
+
+    def update_status(self) -> None:
+        """Bring the counts of what is retained up to date."""
+        status, log = self.status, self.output.log
+        status.next_seq, status.oldest_seq = log.next_seq, log.oldest_seq
+        status.retained_batches, status.retained_bytes = log.num_batches, log.num_bytes
+        status.held_events = self.output.num_held_events
 
     def close(self, *, linger_s: float) -> None:
         """Close the sockets; what is queued for a subscriber has `linger_s` to leave."""
@@ -128,18 +163,26 @@ class Sink:
             if socket is not None:
                 socket.close(linger=int(linger_s * 1000))
 
-    def _encode_now(self, events: list[Event]) -> bytes:
-        return encode_batch(KVEventBatch(self._clock(), events, self._dp_rank))
+
+def _bind(socket: zmq.Socket[bytes], key: str, endpoint: str, kept: str | None) -> str:
+    """Bind to `endpoint`, or, where that takes any port, to the one it had before if it is free."""
+    if kept is not None and Endpoint.parse(key, endpoint).is_any:
+        try:
+            return _bind_one(socket, key, kept)
+        except SinkError:
+            pass
+    return _bind_one(socket, key, endpoint)
 
 
-def _bind(socket: zmq.Socket[bytes], key: str, endpoint: str) -> str:
+def _bind_one(socket: zmq.Socket[bytes], key: str, endpoint: str) -> str:
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     try:
         if endpoint.startswith("ipc://"):
             _check_free(endpoint.removeprefix("ipc://"))
         socket.bind(endpoint)
     except (zmq.ZMQError, OSError) as error:
-        raise SinkError(f"{key}: {endpoint} cannot be bound: {error.strerror}") from None
+        reason = os.strerror(error.errno) if error.errno else error
+        raise SinkError(f"{key}: {endpoint} cannot be bound: {reason}") from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 

@@ -1,31 +1,29 @@
-"""The sidecar's end of the link: messages from the ring, in step or asking for a resync.
+"""Where inputs come from, and the source that is a worker's link.
 
-S1  Records are applied only in step: from the first message on, each number following the last.
-S2  A number that is missing, refused or unreadable ends that. A resync is asked for, and all messages
-    up to the one that begins it are dropped.
+S1  Inputs come in the order of their numbers. A number that will never come shows as a later one, or as
+    an input with LOST.
+S2  What was read is in the ring until `release`: a process that dies in between is followed by one that
+    reads it again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-import msgspec
+import zmq
 
 from kvevents.errors import KVEventsError
-from kvevents.events import Event
-from kvevents.materializer import Materializer
-from kvevents.records import Record
 from publisher.config import WorkerInfo
 from publisher.link import (
-    FRESH,
+    LOST,
     VERSION,
-    Bound,
-    Close,
     ControlMessage,
     Failed,
     Flush,
@@ -36,88 +34,119 @@ from publisher.link import (
     receive,
     send,
 )
-from publisher.ring import Message, RingReader
+from publisher.ring import RingReader
 
-__all__ = ["LinkSource", "SourceError", "SourceStats", "Told"]
+__all__ = ["Input", "LinkSource", "Source", "SourceError"]
 
 
 class SourceError(Exception):
-    """The worker is not there, or not of this version."""
+    """The worker is not there, has a sidecar already, or is not of this version."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Events that became true at `ts`, seconds since the epoch."""
+class Input:
+    """What came from the worker at place `number` of its stream. `flags`: of publisher.link."""
 
-    ts: float
-    events: list[Event]
-
-
-@dataclass(slots=True)
-class SourceStats:
-    """Messages of the ring by what became of them, their events, and the resyncs asked for."""
-
-    applied: int = 0
-    events: int = 0
-    missed: int = 0
-    skipped: int = 0
-    unreadable: int = 0
-    resyncs: int = 0
+    number: int
+    flags: int
+    body: bytes
 
 
+class Source(Protocol):
+    """Where inputs come from: the link to a worker, or an engine's own publisher."""
+
+    worker: WorkerInfo
+    link_id: bytes
+    """The same id, the same stream of numbers."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the worker is gone or leaving."""
+
+    def pollables(self) -> list[int | zmq.Socket[bytes]]:
+        """Readable when there is something to do."""
+
+    def wake_at(self) -> float:
+        """Monotonic time by which to call `read` though nothing is readable; inf when there is none."""
+
+    def start(self, expected: int, last: bytes | None = None) -> None:
+        """Begin. All inputs before number `expected` were applied by an earlier run; 0: none were.
+
+        `last`: the body of the last of them, where it is known.
+        """
+
+    def read(self, most: int) -> tuple[list[Input], bool]:
+        """The next inputs, in order, and whether there may be more."""
+
+    def release(self) -> None:
+        """What was read has been kept, and need not be read again."""
+
+    def ask_resync(self, reason: str) -> None:
+        """Ask for all state anew, where the worker can tell it."""
+
+    def close(self) -> None:
+        """Safe to call twice."""
+
+
+_FULL = b"the ring was full"
 _ucred = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
-_decode = msgspec.msgpack.Decoder(tuple[float, list[Record]]).decode
 
 
 class LinkSource:
     """Connects to a worker's link. Raises SourceError when that fails within `timeout_s`."""
 
     def __init__(self, path: Path, *, timeout_s: float) -> None:
-        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.connection.settimeout(timeout_s)
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(timeout_s)
         self._fds: list[int] = []
+        self._ring: RingReader | None = None
+        self._ended = select.poll()
         try:
-            self.worker = self._handshake(path)
+            welcome = self._handshake(path)
             self._ring = RingReader(self._fds[0])
-            self.worker_fd = self._watch_worker()
+            self._worker_fd = self._watch_worker()
             """Readable once the worker's process has ended, though a child of its may hold the link;
             None where that cannot be seen.
             """
         except (OSError, KVEventsError) as error:
             self.close()
             raise SourceError(f"link {path}: {error}") from error
-        self.wake_fd = self._fds[1]
-        self.connection.settimeout(0)
-        self.stats = SourceStats()
-        self._materializer = self._new_materializer()
+        self._wake_fd = self._fds[1]
+        if self._worker_fd is not None:
+            self._ended.register(self._worker_fd, select.POLLIN)
+        self._connection.settimeout(0)
+        self.worker = welcome.worker
+        self.link_id = welcome.link_id
+        self.before = welcome.before
+        """What an earlier sidecar of this worker had bound."""
+        self._leaving = False
         self._flushes: list[int] = []
-        self.last_loss = ""
-        """Why a resync was last asked for."""
-        self._expected = 0
-        self._in_step = True
+        self.started = self._next = 0
+        """The number that this sidecar began with."""
 
-    def _new_materializer(self) -> Materializer:
-        return Materializer(self.worker.block_size, self.worker.hash_format)
-
-    def _handshake(self, path: Path) -> WorkerInfo:
-        self.connection.connect(str(path))
-        send(self.connection, Hello(VERSION, os.getpid()))
-        message, self._fds = receive(self.connection)
+    def _handshake(self, path: Path) -> Welcome:
+        self._connection.connect(str(path))
+        send(self._connection, Hello(VERSION, os.getpid()))
+        message, self._fds = receive(self._connection)
+        if isinstance(message, Failed):
+            raise KVEventsError(message.reason)
         if not isinstance(message, Welcome) or message.version != VERSION or len(self._fds) != 2:
             raise KVEventsError(f"the worker said {message}, not Welcome of version {VERSION}")
-        return message.worker
+        return message
 
     def _watch_worker(self) -> int | None:
-        credentials = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size)
+        credentials = self._connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size
+        )
         pid = _ucred.unpack(credentials)[0]
         if pid <= 0:  # in another pid namespace
             return None
         self._fds.append(os.pidfd_open(pid))
         return self._fds[-1]
 
-    def ready(self, sinks: tuple[Bound, ...]) -> None:
-        """Tell the worker that the sinks are bound."""
-        self._say(Ready(sinks))
+    def ready(self, message: Ready) -> None:
+        """Tell the worker that every socket is bound."""
+        self._say(message)
 
     def failed(self, reason: str) -> None:
         """Tell the worker why there will be no sidecar."""
@@ -126,78 +155,83 @@ class LinkSource:
     # ------------------------------------------------------------------------------- messages
 
     @property
-    def in_step(self) -> bool:
-        """Whether nothing is missing (S1)."""
-        return self._in_step
+    def alive(self) -> bool:
+        """False once the worker is gone or leaving; looks at it without waiting."""
+        if not self._leaving:
+            self._leaving = bool(self._worker_fd is not None and self._ended.poll(0))
+            self._leaving = self._leaving or not self._take_control()
+        return not self._leaving
 
-    def take(self, most: int) -> tuple[list[Told], bool]:
-        """What at most `most` messages say, and whether there may be more."""
-        told: list[Told] = []
-        offered = self._ring.offered
+    def pollables(self) -> list[int | zmq.Socket[bytes]]:
+        """The eventfd, the connection, and what tells of the worker's end."""
+        if self._leaving:
+            return []
+        found = [self._wake_fd, self._connection.fileno(), self._worker_fd]
+        return [fd for fd in found if fd is not None]
+
+    def wake_at(self) -> float:
+        """Never: whatever comes makes a descriptor readable."""
+        return float("inf")
+
+    def start(self, expected: int, last: bytes | None = None) -> None:  # noqa: ARG002
+        """Skip what an earlier sidecar has applied."""
+        self.started = self._next = expected
+
+    def read(self, most: int) -> tuple[list[Input], bool]:
+        """At most `most` messages of the ring; see `Source.read`."""
+        ring = self._ring
+        assert ring is not None
+        with contextlib.suppress(BlockingIOError):  # before the ring: a later wake is not lost
+            os.eventfd_read(self._wake_fd)
+        inputs: list[Input] = []
+        offered = ring.offered
         for _ in range(most):
-            message = self._read()
+            try:
+                message = ring.read()
+            except KVEventsError as error:
+                ring.skip_all()
+                self._next = ring.offered
+                inputs.append(Input(self._next, LOST, str(error).encode()))
+                return inputs, False
             if message is None:
-                self._ring.release()
-                if self._expected < offered:  # the last ones were refused
-                    if self._in_step:
-                        self._lose("the ring was full", missed=offered - self._expected)
-                    self._expected = offered
-                return told, False
-            if (found := self._take_one(message)) is not None:
-                told.append(found)
+                if self._next < offered:  # the last ones were refused
+                    self._next = offered
+                    inputs.append(Input(offered, LOST, _FULL))
+                return inputs, False
+            if message.number >= self._next:
+                self._next = message.number + 1
+                inputs.append(Input(message.number, message.flags & ~LOST, message.body))
+        return inputs, True
+
+    def release(self) -> None:
+        """Let the writer have the room of what was read."""
+        assert self._ring is not None
         self._ring.release()
-        return told, True
 
-    def quiet_wake(self) -> None:
-        """Reset the eventfd; call before `take`, so that a later wake is not lost."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.wake_fd)
-
-    def _read(self) -> Message | None:
-        try:
-            return self._ring.read()
-        except KVEventsError as error:
-            self.stats.unreadable += 1
-            self._ring.skip_all()
-            self._expected = self._ring.offered
-            self._lose(str(error))
-            return None
-
-    def _take_one(self, message: Message) -> Told | None:
-        if message.flags & FRESH:
-            self._materializer = self._new_materializer()
-            self._in_step = True
-        elif self._in_step and message.number != self._expected:
-            self._lose("the ring was full", missed=message.number - self._expected)
-        self._expected = message.number + 1
-        if not self._in_step:
-            self.stats.skipped += 1
-            return None
-        try:
-            ts, records = _decode(message.body)
-            told = Told(ts, self._materializer.apply(records))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVEventsError) as error:
-            self.stats.unreadable += 1
-            self._lose(str(error))
-            return None
-        self.stats.applied += 1
-        self.stats.events += len(told.events)
-        return told
-
-    def _lose(self, reason: str, *, missed: int = 0) -> None:
-        self.last_loss = reason
-        self.stats.missed += missed
-        self.stats.resyncs += 1
-        self._in_step = False
+    def ask_resync(self, reason: str) -> None:  # noqa: ARG002
+        """Ask the worker to tell its state anew, through the ring."""
+        assert self._ring is not None
         self._ring.ask_resync()
+
+    @property
+    def offered(self) -> int:
+        """Messages that the worker has numbered since `start`."""
+        assert self._ring is not None
+        return self._ring.offered - self.started
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Bytes in the ring, and its capacity."""
+        assert self._ring is not None
+        return self._ring.used_bytes, self._ring.capacity
 
     # -------------------------------------------------------------------------------- control
 
-    def take_control(self) -> bool:
+    def _take_control(self) -> bool:
         """Read what the worker said; False once it is gone or leaving."""
         while True:
             try:
-                message, fds = receive(self.connection)
+                message, fds = receive(self._connection)
             except BlockingIOError:
                 return True
             except KVEventsError:
@@ -205,27 +239,30 @@ class LinkSource:
             for fd in fds:
                 os.close(fd)
             match message:
-                case None | Close():
-                    return False
                 case Flush(number=number):
                     self._flushes.append(number)
-                case _:
+                case _:  # its end, Close, or what is none of its messages
                     return False
 
-    def answer_flushes(self, next_seqs: tuple[int, ...]) -> None:
-        """Answer those whose messages have all been taken."""
-        while self._flushes and self._flushes[0] <= self._expected:
-            number = self._flushes.pop(0)
-            self._say(Flushed(number, next_seqs, self._in_step, self.stats.events))
+    def flush_asked(self, expected: int) -> bool:
+        """Whether the worker waits for all before a number that is not after `expected`."""
+        return bool(self._flushes) and self._flushes[0] <= expected
+
+    def answer_flushes(
+        self, expected: int, next_seqs: tuple[int, ...], *, in_step: bool, num_events: int
+    ) -> None:
+        """Answer those whose messages have all been published."""
+        while self.flush_asked(expected):
+            self._say(Flushed(self._flushes.pop(0), next_seqs, in_step, num_events))
 
     def _say(self, message: ControlMessage) -> None:
         with contextlib.suppress(OSError):  # gone: its end will be noticed
-            send(self.connection, message)
+            send(self._connection, message)
 
     def close(self) -> None:
         """Safe to call twice."""
-        self.connection.close()
-        if hasattr(self, "_ring"):
+        self._connection.close()
+        if self._ring is not None:
             with contextlib.suppress(ValueError):
                 self._ring.close()
         for fd in self._fds:

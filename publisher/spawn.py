@@ -1,62 +1,99 @@
-"""Starts a sidecar as a child of the serving process."""
+"""A worker's sidecar: started as its child, or let in from elsewhere; looked after until it is closed."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
-import select
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
+import threading
+import weakref
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from kvevents.records import RecordSource
+from publisher.attendant import Attendant, Respawn, SidecarState
+from publisher.child import serve
 from publisher.client import DEFAULT_RING_BYTES, LinkError, SidecarClient
 from publisher.config import SidecarConfig, WorkerInfo
+from publisher.door import ABSENT, SLOW
+from publisher.rendezvous import Rendezvous, Taken, private, shared
 
-__all__ = ["Sidecar", "spawn"]
+__all__ = ["Sidecar", "listen", "spawn"]
 
 _TERM_S = 1.0
+_EXIT_S, _EXIT_TERM_S = 1.4, 0.2  # a process that ends does so within two seconds
 
 
 class Sidecar:
-    """A spawned sidecar. `client` is the worker's end of its link."""
+    """A worker's sidecar, and what looks after it. `client` is the worker's end of the link.
 
-    def __init__(self, client: SidecarClient, process: subprocess.Popen[bytes]) -> None:
-        self.client = client
-        self._process = process
+    Closed at the interpreter's exit at the latest.
+    """
+
+    def __init__(self, client: SidecarClient, attendant: Attendant, meeting: Rendezvous) -> None:
+        self.client, self._attendant, self._meeting = client, attendant, meeting
+        self._closing = threading.RLock()
+        self._closed = False
+        atexit.register(self._at_exit)
+        _close_in_children(self)
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
-        return self._process.pid
+        """The child's process id, of the one started last; without a child, of who was let in last, 0
+        before.
+        """
+        return self._attendant.pid
+
+    @property
+    def state(self) -> SidecarState:
+        """Whether it is ready, awaited, given up or closed."""
+        return self._attendant.state
+
+    @property
+    def restarts(self) -> int:
+        """How often the child was started again."""
+        return self._attendant.restarts
+
+    @property
+    def link(self) -> Path:
+        """The socket at which a sidecar connects."""
+        return self._meeting.path
 
     def pump(self, source: RecordSource) -> bool:
         """See `SidecarClient.pump`."""
         return self.client.pump(source)
 
     def close(self, timeout_s: float = 5.0) -> int:
-        """Leave and wait for the child to end, at most `timeout_s`; then end it. Its exit code.
+        """Leave: the sidecar publishes what is in the ring, and that the worker is gone, and ends.
 
-        In a process forked since, it only lets go of its copies of the descriptors.
-
-        Safe to call twice.
+        Waits for a child at most `timeout_s`, then ends it. Returns the exit code of the last child, 0
+        without one. In a process forked since it does nothing. Any thread may call it, at any time,
+        also twice.
         """
-        self.client.close()
+        return self._close(timeout_s, _TERM_S)
+
+    def _close(self, timeout_s: float, term_s: float) -> int:
         if not self.client.owned:  # a forked child's copy; the sidecar is its parent's
             return 0
-        for wait_s, insist in ((timeout_s, self._process.terminate), (_TERM_S, self._process.kill)):
-            try:
-                self._process.wait(wait_s)
-                break
-            except subprocess.TimeoutExpired:
-                insist()
-        return self._process.wait()
+        with self._closing:
+            if not self._closed:
+                self.client.stop()
+                self._attendant.leave(timeout_s, term_s)
+                self.client.close()
+                self._meeting.close()
+                atexit.unregister(self._at_exit)
+                self._closed = True
+        return self._attendant.exit_code
+
+    def _at_exit(self) -> None:
+        self._close(_EXIT_S, _EXIT_TERM_S)
+
+    def close_copies(self) -> None:
+        """Let go of the descriptors, as a forked child does."""
+        with contextlib.suppress(BufferError):  # a thread that is not in this process was writing
+            self.client.close_copies()
+        self._attendant.close_copies()
+        self._meeting.let_go()
 
     def __enter__(self) -> Sidecar:
         return self
@@ -70,65 +107,82 @@ class Sidecar:
         self.close()
 
 
+def _close_in_children(sidecar: Sidecar) -> None:
+    """So that a forked child holds neither the lock nor the connection of a worker that has died."""
+    found = weakref.ref(sidecar)
+
+    def close() -> None:
+        if (one := found()) is not None:
+            one.close_copies()
+
+    os.register_at_fork(after_in_child=close)
+
+
 def spawn(
     worker: WorkerInfo,
     config: SidecarConfig | None = None,
     *,
     ring_bytes: int = DEFAULT_RING_BYTES,
     ready_s: float = 10.0,
+    respawn: Respawn | None = Respawn(),  # noqa: B008  frozen
 ) -> Sidecar:
     """Start a sidecar and wait until its sockets are bound, at most `ready_s`.
 
+    When it ends it is started again as `respawn` says, with the same link; without, it is given up.
     The child ends when this process does, however it ends. Raises LinkError, with the child's reason
-    and no process left, when it does not get ready; ValueError for a ring too small.
+    and no process left, when it does not get ready; ValueError for a ring too small; OSError.
     """
-    deadline = time.monotonic() + ready_s
-    folder = Path(tempfile.mkdtemp(prefix="kvevents-"))  # mode 0700
-    process: subprocess.Popen[bytes] | None = None
+    meeting = private()
     client: SidecarClient | None = None
+    attendant: Attendant | None = None
+    settings = config or SidecarConfig()
     try:
-        client = SidecarClient(folder / "link", worker, ring_bytes=ring_bytes)
-        process = _start(folder / "link", config or SidecarConfig())
-        _await_connection(client, process, deadline)
-        pid = client.accept(deadline)
-        if pid != process.pid:
-            raise LinkError(f"process {pid} connected, not the sidecar {process.pid}")
-        return Sidecar(client, process)
+        client = SidecarClient(meeting.path, worker, ring_bytes=ring_bytes)
+        attendant = Attendant(
+            client, lambda: serve(meeting.path, settings), respawn, ready_s=ready_s
+        )
+        in_time = attendant.settled.wait(ready_s)
+        if not in_time and attendant.state is not SidecarState.READY:
+            raise LinkError(SLOW if client.door.busy else ABSENT)
+        if attendant.error:
+            raise LinkError(attendant.error)
+        return Sidecar(client, attendant, meeting)
     except BaseException:
+        if attendant is not None:
+            attendant.leave(0.0, 0.0)
         if client is not None:
             client.close()
-        if process is not None:
-            process.kill()
-            process.wait()
+        meeting.close()
         raise
-    finally:  # connected or not, nobody comes by this path any more
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(link: Path, config: SidecarConfig) -> subprocess.Popen[bytes]:
-    """A child in a session of its own: a Ctrl-C at the terminal ends it through its worker."""
-    module = ["-P", "-m", "publisher.cli"]  # -P: not a folder of that name in the working directory
-    command = [sys.executable, *module, "serve", "--link", str(link), "--config", "-"]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-    )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # its end will be noticed
-        pipe.write(msgspec.json.encode(config))
-    return process
+def listen(
+    worker: WorkerInfo,
+    directory: Path | str,
+    *,
+    ring_bytes: int = DEFAULT_RING_BYTES,
+    ready_s: float = 10.0,
+    mode: int = 0o700,
+) -> Sidecar:
+    """Wait, in the background, for a sidecar from elsewhere: another container of the pod, say, that
+    runs `kvevents serve --link DIRECTORY/link-dp0`. It may come, leave and come again.
 
-
-def _await_connection(
-    client: SidecarClient, process: subprocess.Popen[bytes], deadline: float
-) -> None:
-    """Until the child connects or the time is up. Raises LinkError when it ends before."""
-    ended = os.pidfd_open(process.pid)
+    The last part of `directory` is made if it is not there. `mode`: the most access that it may give.
+    Raises ValueError for a directory that is another user's or gives more, LinkError when another
+    worker of this rank has the link there, ValueError for a ring too small, OSError.
+    """
     try:
-        poller = select.poll()
-        for fd in (client.fileno(), ended):
-            poller.register(fd, select.POLLIN)
-        poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
-    finally:
-        os.close(ended)
-    if process.poll() is not None:
-        raise LinkError(f"the sidecar ended with {process.returncode} before it was ready")
+        meeting = shared(Path(directory), f"link-dp{worker.dp_rank}", mode)
+    except Taken as taken:
+        raise LinkError(str(taken)) from None
+    try:
+        client = SidecarClient(meeting.path, worker, ring_bytes=ring_bytes)
+        try:
+            meeting.path.chmod(mode & 0o666)
+            return Sidecar(client, Attendant(client, ready_s=ready_s), meeting)
+        except BaseException:
+            client.close()
+            raise
+    except BaseException:
+        meeting.close()
+        raise

@@ -7,6 +7,7 @@ thread: sockets are made, used and closed by the thread that calls.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -21,11 +22,15 @@ from kvevents.events import KVEventBatch
 from kvevents.frames import End, parse_live, parse_replay_answer, replay_request
 from kvevents.gaps import Action, Ask, Deliver, Gap, GapTracker, Lost, Restarted
 from publisher.config import ConfigError
+from publisher.curve import is_key
 
 __all__ = ["Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"]
 
 _MESSAGES_PER_POLL = 1000
 _LONGEST_REJOIN_S = 60.0
+_REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_HANDSHAKES = int(zmq.EVENT_HANDSHAKE_SUCCEEDED) | _REFUSED
+_CURVE_OPTIONS = (zmq.CURVE_SERVERKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SECRETKEY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,9 @@ Received: TypeAlias = Batch | Undecodable | Gap | Lost | Restarted
 
 @dataclass(slots=True)
 class SubscriberStats:
-    """Counts since the start. `lost`: batches that could not be had; `malformed`: messages."""
+    """Counts since the start. `lost`: batches that could not be had; `malformed`: messages; `refused`:
+    connections, where one side has no CURVE or not the right key. ZeroMQ does not try those again.
+    """
 
     batches: int = 0
     gaps: int = 0
@@ -60,6 +67,7 @@ class SubscriberStats:
     lost: int = 0
     restarts: int = 0
     malformed: int = 0
+    refused: int = 0
 
 
 class Subscriber:
@@ -69,7 +77,9 @@ class Subscriber:
     prefix. A replay of which nothing comes for `replay_timeout_s` is asked for again, then given up:
     what was missing is `Lost`, and the view stale, until it has joined anew, which it goes on trying.
     It also joins anew whenever the connection was made again: behind it may be another run.
-    Raises ConfigError for an endpoint that cannot be connected to.
+    With a `server_key`, nothing but CURVE is spoken, and with that publisher only; `client_keys` are
+    the public and the secret key that it knows this subscriber by (None: keys of the moment).
+    Raises ConfigError for an endpoint that cannot be connected to, and for keys that are none.
     """
 
     def __init__(
@@ -79,7 +89,10 @@ class Subscriber:
         *,
         topic: str = "",
         replay_timeout_s: float = 5.0,
+        server_key: str | None = None,
+        client_keys: tuple[str, str] | None = None,
     ) -> None:
+        self._curve = _check_curve(server_key, client_keys)
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._replay_endpoint, self._replay_timeout_s = replay_endpoint, replay_timeout_s
         self._tracker = GapTracker(can_replay=replay_endpoint is not None)
@@ -93,18 +106,18 @@ class Subscriber:
         self._ready: deque[Received] = deque()
         self.stats = SubscriberStats()
         self._sub = self._context.socket(zmq.SUB)
-        self._monitor = self._sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = self._sub.get_monitor_socket(_HANDSHAKES)
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
         try:
             self._sub.setsockopt(zmq.RCVHWM, 0)
             self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
-            _connect(self._sub, "endpoint", endpoint)
+            self._connect(self._sub, "endpoint", endpoint)
             self._poller.register(self._sub, zmq.POLLIN)
             if replay_endpoint is not None:  # refuse a bad one now, not when it is first asked
                 with self._context.socket(zmq.DEALER) as dealer:
                     dealer.setsockopt(zmq.LINGER, 0)
-                    _connect(dealer, "replay_endpoint", replay_endpoint)
+                    self._connect(dealer, "replay_endpoint", replay_endpoint)
             self._act(self._tracker.start())
         except BaseException:
             self.close()
@@ -174,7 +187,10 @@ class Subscriber:
         """With the first connection, ask what was postponed. A later one may be to another run of the
         publisher: join anew.
         """
-        self._monitor.recv_multipart()
+        event = int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder)
+        if event & _REFUSED:
+            self.stats.refused += 1
+            return
         self._connections += 1
         if self._connections > 1:
             self._act(self._tracker.rejoin())
@@ -262,7 +278,7 @@ class Subscriber:
         self._dealer = dealer = self._context.socket(zmq.DEALER)
         self._poller.register(dealer, zmq.POLLIN)
         dealer.setsockopt(zmq.LINGER, 0)
-        _connect(dealer, "replay_endpoint", self._replay_endpoint)
+        self._connect(dealer, "replay_endpoint", self._replay_endpoint)
         dealer.send_multipart(replay_request(start))
         self._replay_deadline = time.monotonic() + self._replay_timeout_s
 
@@ -272,10 +288,33 @@ class Subscriber:
             self._dealer.close(linger=0)
             self._dealer = None
 
+    def _connect(self, socket: zmq.Socket[bytes], key: str, endpoint: str) -> None:
+        if self._curve is not None:
+            for option, value in zip(_CURVE_OPTIONS, self._curve, strict=True):
+                socket.setsockopt_string(option, value)
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"{key}: {endpoint!r} cannot be connected to: {error.strerror}"
+            ) from None
 
-def _connect(socket: zmq.Socket[bytes], key: str, endpoint: str) -> None:
-    socket.setsockopt(zmq.IPV6, "[" in endpoint)
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"{key}: {endpoint!r} cannot be connected to: {error.strerror}") from None
+
+def _check_curve(
+    server_key: str | None, client_keys: tuple[str, str] | None
+) -> tuple[str, str, str] | None:
+    """The keys for a socket: the server's, our public and our secret one; None without CURVE."""
+    if server_key is None:
+        if client_keys is not None:
+            raise ConfigError("client_keys: they need a server_key")
+        return None
+    if not is_key(server_key):
+        raise ConfigError("server_key: it is not a CURVE key, 40 characters of Z85")
+    if client_keys is None:
+        public, secret = (key.decode() for key in zmq.curve_keypair())
+    else:
+        public, secret = client_keys
+        if not (is_key(public) and is_key(secret)):
+            raise ConfigError("client_keys: they are not two CURVE keys, 40 characters of Z85 each")
+    return server_key, public, secret

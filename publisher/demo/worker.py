@@ -129,7 +129,8 @@ def start_sidecar(options: DemoOptions) -> Sidecar:
         heartbeat_s=0.5,
     )
     try:
-        return spawn(WorkerInfo(block_size=options.page_size), SidecarConfig(sinks=(sink,)))
+        config = SidecarConfig(sinks=(sink,), state_dir=options.state_dir or None)
+        return spawn(WorkerInfo(block_size=options.page_size), config)
     except LinkError as error:
         key = str(error).partition(":")[0]
         if key not in options.movable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from publisher_rig import (
 import publisher
 from publisher import Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
+from publisher.config import RelayConfig, read_config
 from publisher.demo.trace import read_trace
 
 GOOD = '{"input_length": 600, "output_length": 10, "hash_ids": [1, 2]}\n'
@@ -72,6 +74,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
         (("tail", "tcp://h:1", "-o", "xml"), ["--output", "'xml'"]),
         (("serve",), ["--link"]),
         (("serve", "--link", "x", "--config", "/nonexistent"), ["--config", "/nonexistent"]),
+        (("serve", "--link", "x", "--relay", "tcp://h:1"), ["--relay", "--link"]),
+        (("serve", "--relay", "tcp://h:1"), ["--block-size"]),
+        (("serve", "--relay", "tcp://h:1", "--block-size", "x"), ["--block-size", "'x'"]),
+        (("serve", "--link", "x", "--mode", "both"), ["--mode", "'both'", "connect"]),
+        (("serve", "--link", "x", "--endpoint", "5557"), ["--endpoint", "'5557'"]),
+        (("serve", "--link", "x", "--kv-events-config", "{"), ["--kv-events-config", "truncated"]),
+        (("serve", "--check", "--dp-size", "2"), ["sinks[0].replay_endpoint", "ranks 0..1"]),
         (("demo", "--requests", "0"), ["--requests: 0", "1..10000000"]),
         (("demo", "--requests", "10000001"), ["--requests: 10000001", "1..10000000"]),
         (("demo", "--requests", "many"), ["--requests", "'many'"]),
@@ -108,7 +117,7 @@ def test_what_cannot_be_is_one_line(
         (b"{", "truncated"),
         (b"\xff", "--config"),
         (b'{"linger_s": 99}', "linger_s: 99.0 is not in 0..60"),
-        (b'{"sinks": [{"port": 1}]}', "`port`"),
+        (b'{"sinks": [{"port": 1}]}', "sinks[0].port: no such key"),
         (b'{"sinks": []}', "at least one"),
         (b'{"sinks": ' + b"[" * 100_000, "nested too deeply"),
     ],
@@ -122,6 +131,27 @@ def test_a_bad_config_file_is_one_line(
     file = tmp_path / "config.json"
     file.write_bytes(text)
     assert said in refused(capsys, "serve", "--link", "/nonexistent", "--config", str(file))
+
+
+def test_a_configuration_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """`serve --check` prints what it would run with, as JSON that it takes, and opens nothing."""
+    assert main(["serve", "--check", "--relay", "tcp://h:1", "--block-size", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    relay = RelayConfig(endpoint="tcp://h:1", worker=WorkerInfo(block_size=4))
+    assert read_config(SidecarConfig, json.loads(out)) == SidecarConfig(relay=relay)
+
+
+def test_keys_are_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`keygen` prints the paths of a public and a secret key; none is overwritten."""
+    assert main(["keygen", str(tmp_path / "keys"), "--name", "router"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert [Path(line).name for line in out.splitlines()] == ["router.key", "router.key_secret"]
+    assert all(Path(line).is_file() for line in out.splitlines())
+    said = refused(capsys, "keygen", str(tmp_path / "keys"), "--name", "router")
+    assert "File exists" in said
+    assert "name: 'a/b'" in refused(capsys, "keygen", str(tmp_path), "--name", "a/b")
 
 
 def test_serve_without_a_worker_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +272,7 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     """Every command explains itself."""
-    for command in ([], ["tail"], ["demo"], ["serve"]):
+    for command in ([], ["tail"], ["demo"], ["serve"], ["keygen"]):
         with pytest.raises(SystemExit) as exit_:
             main([*command, "--help"])
         assert exit_.value.code == 0

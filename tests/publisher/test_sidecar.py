@@ -60,7 +60,7 @@ WORKER_PROCESS = str(Path(__file__).with_name("publisher_worker.py"))
 
 
 def sink(**settings: object) -> SinkConfig:
-    defaults = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK}
+    defaults = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, "add_dp_rank": False}
     return SinkConfig(**defaults | settings)  # type: ignore[arg-type]
 
 

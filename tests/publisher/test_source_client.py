@@ -18,7 +18,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from publisher_rig import PATIENCE_S, Link, insert, make_cache, open_fds, short_folder
+from publisher_link_rig import Link
+from publisher_rig import PATIENCE_S, insert, make_cache, open_fds, short_folder
 
 from hicache import HiRadixCache, KVShape, PagePool
 from kvevents import BASE, AllBlocksCleared, HashFormat, Namespace, StorageMedium
@@ -46,6 +47,7 @@ from publisher.source import LinkSource, SourceError
 pytestmark = pytest.mark.integration
 
 WORKER = WorkerInfo(block_size=4)
+LINK = bytes(16)
 
 
 def store(first: int, count: int = 1, parent: int | None = None) -> StoreNew:
@@ -94,7 +96,7 @@ def test_what_is_published_is_told() -> None:
 def test_the_handshake_tells_who_is_who() -> None:
     """The source learns its worker; the client, the source's pid and where its sinks are bound."""
     with Link(block_size=16) as link:
-        assert link.source.worker == WorkerInfo(block_size=16, dp_rank=3, worker_id="w")
+        assert link.source.link.worker == WorkerInfo(block_size=16, dp_rank=3, worker_id="w")
         assert link.pid == os.getpid()
         assert link.client.connected
         assert link.client.sinks == ()
@@ -489,7 +491,7 @@ def test_bytes_in_the_ring_that_are_no_message_are_a_hole() -> None:
         with mmap.mmap(link.client._ring.fd, 0) as memory:
             memory[4096:4100] = b"\xff" * 4
         assert link.take() == 0
-        assert (link.source.stats.unreadable, link.source.in_step) == (1, False)
+        assert (link.source.stats.resyncs, link.source.in_step) == (1, False)
         settle(link, cache)
         assert link.index.resident == cache.resident_blocks()
 
@@ -506,10 +508,10 @@ class Serving:
     def _serve(self) -> None:
         source = self._link.source
         poller = select.poll()
-        poller.register(source.wake_fd, select.POLLIN)
-        poller.register(source.connection, select.POLLIN)
-        while source.take_control():
-            source.quiet_wake()
+        for fd in source.link.pollables():
+            assert isinstance(fd, int)
+            poller.register(fd, select.POLLIN)
+        while source.link.alive:
             self._link.take()
             source.answer_flushes((7,))
             poller.poll(int(PATIENCE_S * 1000))
@@ -543,7 +545,7 @@ def test_a_flush_is_not_answered_before_its_messages_are_taken() -> None:
         cache = make_cache()
         insert(cache, range(8))
         assert link.client.flush(cache, 0.02) is None
-        assert link.source.take_control()
+        assert link.source.link.alive
         link.source.answer_flushes((1,))
         assert link.client.flush(cache, 0.02) is None
         assert link.take() == 1
@@ -567,7 +569,7 @@ def test_a_late_answer_is_not_taken_for_a_later_flush() -> None:
         cache = make_cache()
         insert(cache, range(8))
         assert link.client.flush(cache, 0.02) is None
-        assert link.source.take_control()
+        assert link.source.link.alive
         link.take()
         link.source.answer_flushes((1,))
         insert(cache, range(100, 108))
@@ -599,9 +601,10 @@ def test_the_source_sees_the_worker_leave() -> None:
     """A close in good order ends the control messages; what was written before can still be taken."""
     with Link() as link:
         link.client.publish([store(0)])
-        assert link.source.take_control()
+        source = link.source.link
+        before = source.alive
         link.client.close()
-        assert not link.source.take_control()
+        assert (before, source.alive) == (True, False)
         assert link.take() == 1
 
 
@@ -609,12 +612,17 @@ def test_the_source_sees_the_worker_die() -> None:
     """The end of the connection, without a word, is the worker's end too."""
     ring, wake = RingWriter(MIN_RING_BYTES), os.eventfd(0)
     try:
-        with worker_answering(Welcome(VERSION, WORKER), ring.fd, wake) as path:
+        with worker_answering(Welcome(VERSION, WORKER, LINK), ring.fd, wake) as path:
             source = LinkSource(path, timeout_s=PATIENCE_S)
             try:
-                source.connection.settimeout(PATIENCE_S)
-                assert not source.take_control()
-                source.ready(())  # nobody to hear it, and no error
+                poller = select.poll()
+                for fd in source.pollables():
+                    assert isinstance(fd, int)
+                    poller.register(fd, select.POLLIN)
+                while source.alive:
+                    assert poller.poll(int(PATIENCE_S * 1000))
+                assert source.pollables() == []
+                source.ready(Ready(()))  # nobody to hear it, and no error
             finally:
                 source.close()
     finally:
@@ -790,9 +798,9 @@ def test_a_worker_that_is_none_is_a_source_error() -> None:
     memory, wake = os.memfd_create("noring"), os.eventfd(0)
     try:
         assert "not Welcome" in worker_saying(Close())
-        assert "not Welcome" in worker_saying(Welcome(VERSION + 1, WORKER), memory, wake)
-        assert "not Welcome" in worker_saying(Welcome(VERSION, WORKER), memory)
-        assert "ring: 0 bytes" in worker_saying(Welcome(VERSION, WORKER), memory, wake)
+        assert "not Welcome" in worker_saying(Welcome(VERSION + 1, WORKER, LINK), memory, wake)
+        assert "not Welcome" in worker_saying(Welcome(VERSION, WORKER, LINK), memory)
+        assert "ring: 0 bytes" in worker_saying(Welcome(VERSION, WORKER, LINK), memory, wake)
     finally:
         os.close(memory)
         os.close(wake)
@@ -803,7 +811,7 @@ def test_control_messages_cross_as_they_are() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     messages: list[ControlMessage] = [
         HELLO,
-        Welcome(VERSION, WORKER),
+        Welcome(VERSION, WORKER, LINK),
         Ready((Bound("tcp://127.0.0.1:1", None), Bound("ipc://x", "ipc://y"))),
         Failed("why"),
         Flush(2**40),
@@ -830,7 +838,9 @@ def test_a_retelling_begins_with_a_clear_marked_fresh() -> None:
         link.client._ring.write(b"hole")
         link.take()
         assert link.client.pump(cache)
-        message = link.source._ring.read()
+        ring = link.source.link._ring
+        assert ring is not None
+        message = ring.read()
         assert message is not None
         _, records = msgspec.msgpack.decode(message.body, type=tuple[float, list[Record]])
         assert message.flags == FRESH

@@ -1,0 +1,78 @@
+"""Events of several batches as those of one: order kept, neighbours joined where they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvevents.tokens import TokenBytes, TokenIds, pack_tokens
+
+__all__ = ["merge_events"]
+
+
+def merge_events(events: Iterable[Event]) -> list[Event]:
+    """`events` in their order, with fewer of them: consecutive stores become one when they are alike
+    and the blocks form one chain, consecutive removals when their medium is the same. Events that need
+    no change are the same objects; none is mutated.
+    """
+    merged: list[Event] = []
+    group: list[Event] = []
+    for event in events:
+        if group and not _joins(group[-1], event):
+            merged.append(_joined(group))
+            group = []
+        group.append(event)
+    if group:
+        merged.append(_joined(group))
+    return merged
+
+
+def _joins(last: Event, event: Event) -> bool:
+    if isinstance(last, BlockStored) and isinstance(event, BlockStored):
+        return (
+            event.parent_block_hash == last.block_hashes[-1]
+            and _identity(event) == _identity(last)
+            and bool(len(event.token_ids)) == bool(len(last.token_ids))
+        )
+    if isinstance(last, BlockRemoved) and isinstance(event, BlockRemoved):
+        return last.medium == event.medium
+    return isinstance(last, AllBlocksCleared) and isinstance(event, AllBlocksCleared)
+
+
+def _identity(event: BlockStored) -> tuple[object, ...]:
+    return (
+        event.medium,
+        event.block_size,
+        event.lora_id,
+        event.lora_name,
+        event.cache_salt,
+        event.session_id,
+        event.extra_key,
+    )
+
+
+def _joined(group: list[Event]) -> Event:
+    first = group[0]
+    if len(group) == 1 or isinstance(first, AllBlocksCleared):
+        return first
+    hashes: list[int | bytes] = []
+    tokens: list[bytes] = []
+    for event in group:
+        assert not isinstance(event, AllBlocksCleared)
+        hashes += event.block_hashes
+        if isinstance(event, BlockStored):
+            tokens.append(pack_tokens(event.token_ids))
+    if isinstance(first, BlockRemoved):
+        return BlockRemoved(hashes, first.medium)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=first.parent_block_hash,
+        token_ids=TokenIds(TokenBytes(b"".join(tokens))),
+        block_size=first.block_size,
+        lora_id=first.lora_id,
+        medium=first.medium,
+        lora_name=first.lora_name,
+        cache_salt=first.cache_salt,
+        session_id=first.session_id,
+        extra_key=first.extra_key,
+    )

@@ -1,0 +1,367 @@
+"""From inputs to the batches of every sink, and how that is taken up again after a kill.
+
+C1  An input is in the journal before it is applied, and a sink's next seq is in its file before the batch
+    may be sent: what was sent is never numbered again.
+C2  A start is warm when the journal is of this link, and no sink has published more than it tells: then
+    replica and outputs are as they were, and nothing is cleared. Otherwise it is cold: numbering goes on,
+    and the first batch of each sink is AllBlocksCleared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvevents.dialect import Speller
+from kvevents.errors import KVEventsError
+from kvevents.events import AllBlocksCleared, Event
+from kvevents.index import BlockIndex
+from publisher.config import SinkConfig, WorkerInfo
+from publisher.journal import Entry, Head, Journal, Kind, Recovered, read_journal
+from publisher.link import BATCH, FRESH, LOST
+from publisher.output import SNAPSHOT_BLOCKS, Frame, Output
+from publisher.replica import Replica
+from publisher.seqs import SeqFile
+from publisher.source import Input
+from publisher.state_folder import StateError
+
+__all__ = ["Core", "Numbered"]
+
+_CHECKPOINT_BYTES = 128 << 10
+"""Of a checkpoint written in one turn."""
+_SNAPSHOT_PARTS = 2
+"""Batches of a snapshot published in one turn, for each sink."""
+_JOURNAL_RETRY_S = 30.0
+
+_log = logging.getLogger("kvevents.sidecar")
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A batch of the sink at place `sink`."""
+
+    sink: int
+    frame: Frame
+
+
+class Core:
+    """Of one worker's rank, over all its sinks. No sockets.
+
+    `names`: of the sinks, for their files. `folder`: where state is kept; None keeps none.
+    `with_journal`: False keeps the seqs alone. Raises StateError when a sink's seq cannot be trusted and
+    `may_reset` is False; OSError when its file cannot be made.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerInfo,
+        link_id: bytes,
+        sinks: tuple[SinkConfig, ...],
+        names: tuple[str, ...],
+        folder: Path | None,
+        *,
+        clock: Callable[[], float],
+        with_journal: bool = True,
+        may_reset: bool = True,
+    ) -> None:
+        self._worker, self._link_id, self._clock = worker, link_id, clock
+        self._sinks, self._names = sinks, names
+        self._spellers: dict[tuple[str, bool], Speller] = {}
+        self._fingerprints = tuple(
+            f"1 {sink.dialect} {sink.token_ids} {sink.coalesce_s > 0} {worker.dp_rank}"
+            for sink in sinks
+        )
+        self._seqs: list[SeqFile | None] = [None] * len(sinks)
+        self.journal: Journal | None = None
+        self._journal_retry_at = 0.0
+        self._kept_names: set[str] = set()
+        """Of the sinks that an earlier process kept a journal for."""
+        if folder is not None:
+            self._seqs = [SeqFile(folder / f"seq-{name}") for name in names]
+            if with_journal:
+                self.journal = Journal(folder)
+        self.replica = Replica(worker)
+        self.outputs: list[Output] = []
+        self._told_before: list[bool] = []
+        self.last_input: bytes | None = None
+        """The body of the last input that an earlier process took, where it is known."""
+        self._same_sinks = False
+        self.warm = folder is not None and self.journal is not None and self._recover(folder)
+        if not self.warm:
+            self._check_seqs(may_reset=may_reset)
+            self.outputs = [
+                self._output(number, self._first_seq(number)) for number in self._places
+            ]
+
+    @property
+    def _places(self) -> range:
+        return range(len(self._sinks))
+
+    def _first_seq(self, number: int) -> int:
+        kept = self._seqs[number]
+        return kept.found or 0 if kept else 0
+
+    def _check_seqs(self, *, may_reset: bool) -> None:
+        """Notice the files that should say something and do not."""
+        for kept, name in zip(self._seqs, self._names, strict=True):
+            if kept is None or kept.found is not None:
+                continue
+            if kept.created and name not in self._kept_names:
+                continue  # a new sink
+            if not may_reset:
+                if kept.created:
+                    kept.path.unlink()  # to be missed again the next time
+                self.close()
+                raise StateError(f"on_lost_state: {kept.path}: {kept.reason}")
+            _log.warning("%s: %s; its sink starts over at seq 0", kept.path, kept.reason)
+
+    def _speller(self, sink: SinkConfig) -> Speller:
+        key = (sink.dialect, sink.token_ids)
+        if key not in self._spellers:
+            dialect, rank = sink.dialect, self._worker.dp_rank
+            self._spellers[key] = Speller(dialect, rank, token_ids=sink.token_ids)
+        return self._spellers[key]
+
+    def _output(self, number: int, next_seq: int, base: BlockIndex | None = None) -> Output:
+        sink = self._sinks[number]
+        return Output(
+            number,
+            sink.name,
+            self._speller(sink),
+            self._keep,
+            self._clock,
+            max_batches=sink.buffer_steps,
+            max_bytes=sink.buffer_bytes,
+            coalesce_s=sink.coalesce_s,
+            rebase_after=sink.rebase_after,
+            next_seq=next_seq,
+            base=base,
+        )
+
+    def _keep(self, entry: Entry) -> None:
+        if self.journal is not None:
+            self.journal.append(entry)
+
+    # --------------------------------------------------------------------------- recovery
+
+    def _recover(self, folder: Path) -> bool:
+        for found in read_journal(folder):
+            self._kept_names |= {name for name, _, _ in found.head.sinks}
+            try:
+                self._rebuild(found)
+            except KVEventsError as error:
+                _log.warning("the journal in %s cannot be taken up: %s", folder, error)
+                continue
+            return True
+        return False
+
+    def _rebuild(self, found: Recovered) -> None:
+        """Replica and outputs as an earlier process had them. Raises KVEventsError (C2)."""
+        head = found.head
+        if head.link_id != self._link_id:
+            raise KVEventsError("it is of another worker")
+        if head.worker != msgspec.msgpack.encode(self._worker):
+            raise KVEventsError("the worker is another")
+        self.last_input = None
+        replica = Replica(self._worker)
+        replica.load(
+            found.pieces,
+            expected=head.expected,
+            in_step=head.in_step,
+            tells_batches=head.tells_batches,
+        )
+        base = BlockIndex()
+        for events in replica.freeze().snapshot(SNAPSHOT_BLOCKS):
+            base.apply(events)
+        known = {(name, spelling): seq for name, spelling, seq in head.sinks}
+        ours = list(zip(self._names, self._fingerprints, strict=True))
+        outputs = {
+            key: self._output(number, known[key], base.fork())
+            for number, key in enumerate(ours)
+            if key in known
+        }
+        theirs = [outputs.get((name, spelling)) for name, spelling, _ in head.sinks]
+        self._replay(found.entries, replica, theirs)
+        for number, key in enumerate(ours):
+            kept = self._seqs[number]
+            if key in outputs and kept and outputs[key].next_seq < (kept.found or 0):
+                seq = outputs[key].next_seq
+                raise KVEventsError(f"it ends at seq {seq} of sink {key[0]}, after {kept.found}")
+        self.replica = replica
+        self.outputs = [
+            outputs[key] if key in outputs else self._output(number, self._first_seq(number))
+            for number, key in enumerate(ours)
+        ]
+        self._told_before = [key in outputs for key in ours]
+        self._same_sinks = ours == [(name, spelling) for name, spelling, _ in head.sinks]
+
+    def _replay(
+        self, entries: Iterable[Entry], replica: Replica, outputs: list[Output | None]
+    ) -> None:
+        for entry in entries:
+            if entry.kind == Kind.INPUT:
+                self.last_input = entry.body
+                told = replica.apply(Input(entry.number, entry.flags, entry.body))
+                if told is not None and told.events:
+                    for output in outputs:
+                        if output is not None:
+                            output.tell(told, 0.0)
+            elif entry.sink >= len(outputs):
+                raise KVEventsError(f"journal: an entry of sink {entry.sink}")
+            elif (output := outputs[entry.sink]) is not None:
+                output.replay_entry(entry)
+
+    # --------------------------------------------------------------------------- running
+
+    def start(self) -> list[Numbered]:
+        """Begin, once every socket is bound: what the sinks publish first."""
+        ts = self._clock()
+        if not self.warm:
+            if self.journal is not None:
+                self.journal.discard()
+            first = [
+                Numbered(number, output.own(ts, [AllBlocksCleared()]))
+                for number, output in enumerate(self.outputs)
+            ]
+            self._begin_generation()
+            return self._ready(first)
+        assert self.journal is not None
+        published: list[Numbered] = []
+        if self._same_sinks:
+            self.journal.resume()
+        else:
+            published = self.cut()
+            self.journal.discard()
+            self._begin_generation()
+        for kept, output in zip(self._seqs, self.outputs, strict=True):
+            if kept is not None:
+                kept.write(output.next_seq)
+        for output, told_before in zip(self.outputs, self._told_before, strict=True):
+            if output.snapshotting or not told_before:
+                output.begin_snapshot(self.replica.freeze())
+        return published
+
+    def apply(self, inputs: list[Input], now: float) -> list[Numbered]:
+        """Keep and apply inputs; the batches to send. `now` is monotonic."""
+        published: list[Numbered] = []
+        for given in inputs:
+            if self.replica.in_step or given.flags & (FRESH | BATCH | LOST):
+                self._keep(Entry(Kind.INPUT, given.body, given.number, given.flags))
+            told = self.replica.apply(given)
+            if told is None or not told.events:
+                continue
+            for number, output in enumerate(self.outputs):
+                published += [Numbered(number, frame) for frame in output.tell(told, now)]
+        return self._ready(published)
+
+    def own(self, number: int, events: list[Event]) -> list[Numbered]:
+        """A batch of one sink that the worker did not tell."""
+        frame = self.outputs[number].own(self._clock(), events)
+        return self._ready([Numbered(number, frame)])
+
+    def end(self) -> list[Numbered]:
+        """The worker is gone."""
+        ts = self._clock()
+        published = self.cut()
+        return published + self._ready(
+            [Numbered(number, output.end(ts)) for number, output in enumerate(self.outputs)]
+        )
+
+    def cut(self) -> list[Numbered]:
+        """Publish what is held to be merged, without waiting for more."""
+        return self._ready(
+            [
+                Numbered(number, frame)
+                for number, output in enumerate(self.outputs)
+                for frame in output.cut()
+            ]
+        )
+
+    def snapshot(self) -> None:
+        """Tell the whole state anew on every sink, from here."""
+        for output in self.outputs:
+            output.begin_snapshot(self.replica.freeze())
+
+    @property
+    def held(self) -> bool:
+        """Whether something was told by the worker and is not published yet."""
+        return any(output.held for output in self.outputs)
+
+    def wake_at(self, now: float) -> float:
+        """The monotonic time by which to call `work`."""
+        if self.journal is not None and self.journal.checkpointing:
+            return now
+        if any(output.snapshotting or output.rebase_due for output in self.outputs):
+            return now
+        return min(output.cut_at() for output in self.outputs)
+
+    def work(self, now: float) -> list[Numbered]:
+        """A bounded part of what is to be done besides: merging, telling anew, the checkpoint."""
+        published: list[Numbered] = []
+        for number, output in enumerate(self.outputs):
+            frames: list[Frame] = []
+            if output.rebase_due:
+                output.rebase(self.replica.freeze())
+            if output.cut_at() <= now:
+                frames += output.cut()
+            for _ in range(_SNAPSHOT_PARTS):
+                frames += output.snapshot_part(self._clock())
+            published += [Numbered(number, frame) for frame in frames]
+        self._work_on_journal(now)
+        return self._ready(published)
+
+    def _work_on_journal(self, now: float) -> None:
+        journal = self.journal
+        if journal is None:
+            return
+        journal.advance(_CHECKPOINT_BYTES)
+        if journal.due and not self.held:
+            self._begin_generation()
+        elif not journal.active and not self.held and now >= self._journal_retry_at:
+            self._journal_retry_at = now + _JOURNAL_RETRY_S
+            self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        if self.journal is None:
+            return
+        head = Head(
+            self._link_id,
+            msgspec.msgpack.encode(self._worker),
+            tuple(
+                (name, spelling, output.next_seq)
+                for name, spelling, output in zip(
+                    self._names, self._fingerprints, self.outputs, strict=True
+                )
+            ),
+            self.replica.expected,
+            self.replica.in_step,
+            self.replica.tells_batches,
+        )
+        self.journal.begin(head, self.replica.freeze().saved())
+        self.journal.advance(_CHECKPOINT_BYTES)
+
+    def _ready(self, published: list[Numbered]) -> list[Numbered]:
+        """Seqs into their files, before anything is sent (C1)."""
+        for one in published:
+            kept = self._seqs[one.sink]
+            if kept is not None:
+                kept.write(one.frame.seq + 1)
+        return published
+
+    def forget(self) -> None:
+        """The worker will not come back: nothing is left of the journal, the seqs stay."""
+        if self.journal is not None:
+            self.journal.close()
+            self.journal.discard()
+
+    def close(self) -> None:
+        """Close the files; safe to call twice."""
+        if self.journal is not None:
+            self.journal.close()
+        for kept in self._seqs:
+            if kept is not None:
+                kept.close()

@@ -1,0 +1,245 @@
+"""One sink's stream, without its sockets: numbering, what is retained, merging, and telling it all anew.
+
+O1  Every batch has the next seq, and is in the retained log.
+O2  What a sink makes of itself (heartbeats, the state told anew, a merged batch) is said in journal
+    entries; the inputs say the rest. So `replay_entry` and `tell` with the same inputs give the same
+    batches, byte for byte.
+O3  While the state is being told anew, what the worker tells waits behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvevents.codec import decode_batch
+from kvevents.dialect import Speller
+from kvevents.errors import KVEventsError
+from kvevents.events import AllBlocksCleared, Event
+from kvevents.index import BlockIndex
+from kvevents.merge import merge_events
+from publisher.journal import Entry, Kind
+from publisher.log import RetainedLog
+from publisher.replica import FrozenReplica, Told
+
+__all__ = ["SNAPSHOT_BLOCKS", "Frame", "Output"]
+
+SNAPSHOT_BLOCKS = 256
+"""About so many blocks of the state are told in one batch."""
+
+_MOST_HELD_BLOCKS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A batch to send. Its events must not change."""
+
+    seq: int
+    payload: bytes
+    ts: float
+    events: list[Event]
+
+
+class Output:
+    """Of the sink `name`, number `number` among those of a sidecar.
+
+    `record` is told what the journal is to keep. `clock`: seconds since the epoch, for replays.
+    `coalesce_s`: how long batches are held to be merged into one. `rebase_after`: so many seqs after the
+    state was last told whole the numbering starts over.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        speller: Speller,
+        record: Callable[[Entry], None],
+        clock: Callable[[], float],
+        *,
+        max_batches: int,
+        max_bytes: int,
+        coalesce_s: float = 0.0,
+        rebase_after: int | None = None,
+        next_seq: int = 0,
+        base: BlockIndex | None = None,
+    ) -> None:
+        self.name = name
+        self._number, self._speller, self._record, self._clock = number, speller, record, clock
+        self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._coalesce_s, self._rebase_after = coalesce_s, rebase_after
+        self._rebase_at = float("inf") if rebase_after is None else rebase_after
+        self.log = self._new_log(next_seq, base)
+        self._held: list[Told] = []
+        """Told by the worker and not published yet: to be merged, or behind a snapshot."""
+        self._held_blocks = 0
+        self._held_since = 0.0
+        self._snapshot: Iterator[list[Event]] | None = None
+        self._snapshotting = False
+
+    def _new_log(self, next_seq: int, base: BlockIndex | None) -> RetainedLog:
+        return RetainedLog(
+            lambda events: self._speller.spell(self._clock(), events),
+            max_batches=self._max_batches,
+            max_bytes=self._max_bytes,
+            snapshot_blocks=SNAPSHOT_BLOCKS,
+            next_seq=next_seq,
+            base=base,
+        )
+
+    @property
+    def next_seq(self) -> int:
+        """The seq of the next batch."""
+        return self.log.next_seq
+
+    @property
+    def snapshotting(self) -> bool:
+        """Whether the state is being told anew, or was when an earlier process ended."""
+        return self._snapshotting
+
+    @property
+    def held(self) -> bool:
+        """Whether something was told and is not published yet."""
+        return bool(self._held) or self._snapshotting
+
+    @property
+    def num_held_events(self) -> int:
+        """Events that were told and are not published yet."""
+        return sum(len(told.events) for told in self._held)
+
+    def replay(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """See `RetainedLog.replay`."""
+        return self.log.replay(start)
+
+    def reaches(self, start: int) -> bool:
+        """See `RetainedLog.reaches`."""
+        return self.log.reaches(start)
+
+    # --------------------------------------------------------------------------- as told
+
+    def tell(self, told: Told, now: float) -> list[Frame]:
+        """What the worker told at `now`, monotonic: published, or held for its time (O3)."""
+        if not self._coalesce_s and not self._snapshotting:
+            return [self._add(told.ts, told.events)]
+        if not self._held:
+            self._held_since = now
+        self._held.append(told)
+        self._held_blocks += _num_blocks(told.events)
+        return []
+
+    def cut_at(self) -> float:
+        """The monotonic time by which to call `cut`."""
+        if self._snapshotting or not self._held:
+            return float("inf")
+        full = self._held_blocks >= _MOST_HELD_BLOCKS
+        return self._held_since + (0.0 if full else self._coalesce_s)
+
+    def cut(self) -> list[Frame]:
+        """Publish what is held as one batch; nothing while the state is being told."""
+        if self._snapshotting or not self._held:
+            return []
+        self._record(Entry(Kind.CUT, sink=self._number))
+        return [self._merge()]
+
+    def _merge(self) -> Frame:
+        ts = self._held[-1].ts
+        events = merge_events(event for told in self._held for event in told.events)
+        self._drop_held()
+        return self._add(ts, events)
+
+    def _drop_held(self) -> None:
+        self._held, self._held_blocks = [], 0
+
+    # --------------------------------------------------------------------------- its own
+
+    def own(self, ts: float, events: list[Event]) -> Frame:
+        """A batch that the worker did not tell."""
+        payload = self._speller.spell(ts, events)
+        self._record(Entry(Kind.FRAME, payload, sink=self._number))
+        return Frame(self.log.append(payload, events), payload, ts, events)
+
+    def end(self, ts: float) -> Frame:
+        """The worker is gone, and all that it held."""
+        self._drop_held()
+        self._snapshot, self._snapshotting = None, False
+        return self.own(ts, [AllBlocksCleared()])
+
+    def begin_snapshot(self, state: FrozenReplica) -> None:
+        """Tell the whole state anew, which is `state` now; `snapshot_part` publishes it."""
+        self._record(Entry(Kind.SNAPSHOT, sink=self._number))
+        self._start_snapshot()
+        self._snapshot = _batches(state)
+
+    def snapshot_part(self, ts: float) -> list[Frame]:
+        """The next batch of it; after the last, what was told meanwhile."""
+        if self._snapshot is None:
+            return []
+        events = next(self._snapshot, None)
+        if events is not None:
+            return [self.own(ts, events)]
+        self._record(Entry(Kind.TOLD, sink=self._number))
+        return self._end_snapshot()
+
+    def _start_snapshot(self) -> None:
+        self._drop_held()  # it is in the state
+        self._snapshotting = True
+
+    def _end_snapshot(self) -> list[Frame]:
+        self._snapshot, self._snapshotting = None, False
+        if self._rebase_after is not None:
+            self._rebase_at = self.next_seq + self._rebase_after
+        if self._coalesce_s:
+            return []
+        held = self._held
+        self._drop_held()
+        return [self._add(told.ts, told.events) for told in held]
+
+    @property
+    def rebase_due(self) -> bool:
+        """Whether the numbering is to start over."""
+        return self.next_seq >= self._rebase_at and not self._snapshotting
+
+    def rebase(self, state: FrozenReplica) -> None:
+        """Start over at seq 0, and tell the whole state."""
+        self._record(Entry(Kind.REBASE, sink=self._number))
+        self.log = self._new_log(0, None)
+        self.begin_snapshot(state)
+
+    def _add(self, ts: float, events: list[Event]) -> Frame:
+        payload = self._speller.spell(ts, events)
+        return Frame(self.log.append(payload, events), payload, ts, events)
+
+    # --------------------------------------------------------------------------- recovery
+
+    def replay_entry(self, entry: Entry) -> None:
+        """Do what an earlier process did (O2). Raises KVEventsError for what it cannot have done."""
+        match entry.kind:
+            case Kind.CUT if self._held and not self._snapshotting:
+                self._merge()
+            case Kind.FRAME:
+                self.log.append(entry.body, decode_batch(entry.body).batch.events)
+            case Kind.REBASE:
+                self.log = self._new_log(0, None)
+            case Kind.SNAPSHOT:
+                self._start_snapshot()
+            case Kind.TOLD if self._snapshotting:
+                self._end_snapshot()
+            case _:
+                raise KVEventsError(f"journal: {entry.kind.name} at seq {self.next_seq}")
+
+
+def _num_blocks(events: list[Event]) -> int:
+    return sum(
+        len(event.block_hashes) for event in events if not isinstance(event, AllBlocksCleared)
+    )
+
+
+def _batches(state: FrozenReplica) -> Iterator[list[Event]]:
+    batch: list[Event] = [AllBlocksCleared()]
+    blocks = 0
+    for events in state.snapshot(SNAPSHOT_BLOCKS):
+        if blocks >= SNAPSHOT_BLOCKS:
+            yield batch
+            batch, blocks = [], 0
+        batch += events
+        blocks += _num_blocks(events[:1])
+    yield batch

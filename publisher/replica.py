@@ -1,0 +1,221 @@
+"""What the worker holds, as far as its inputs tell; and the events that they mean.
+
+R1  Records are applied only in step: from the first on, each number following the last. A number that is
+    missing or a record that cannot be read ends that: a resync is wanted, and all inputs up to the one
+    that begins it are dropped.
+R2  A batch of an engine's own events that does not follow the last begins anew: everything is cleared
+    first, for what was missed cannot be had.
+R3  The same inputs give the same events, here and in a later process that reads them from the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from kvevents.codec import decode_batch, encode_batch
+from kvevents.errors import KVEventsError
+from kvevents.events import AllBlocksCleared, Event, KVEventBatch, StorageMedium
+from kvevents.index import BlockIndex
+from kvevents.materializer import FrozenRuns, Materializer, SavedRun
+from kvevents.records import Record
+from publisher.config import WorkerInfo
+from publisher.foreign import ForeignState
+from publisher.link import BATCH, FRESH, LOST
+from publisher.source import Input
+from publisher.status import EventCounts
+
+__all__ = ["FrozenReplica", "Replica", "ReplicaCounts", "Told"]
+
+_SAVED_BLOCKS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Events that became true at `ts`, seconds since the epoch."""
+
+    ts: float
+    events: list[Event]
+
+
+@dataclass(slots=True)
+class ReplicaCounts:
+    """Inputs by what became of them, their events, and the resyncs wanted.
+
+    `missed`: numbers that never came. `skipped`: came while out of step. `unreadable`: could not be read.
+    """
+
+    applied: int = 0
+    events: int = 0
+    missed: int = 0
+    skipped: int = 0
+    unreadable: int = 0
+    resyncs: int = 0
+
+
+_decode_records = msgspec.msgpack.Decoder(tuple[float, list[Record]]).decode
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVEventsError)
+
+_encode_saved = msgspec.msgpack.Encoder().encode
+_decode_saved = msgspec.msgpack.Decoder(SavedRun).decode
+_RUN, _BATCH = b"r", b"b"
+
+
+class FrozenReplica:
+    """What a replica held at one moment."""
+
+    def __init__(self, runs: FrozenRuns, index: BlockIndex) -> None:
+        self._runs, self._index = runs, index
+
+    def saved(self) -> Iterator[bytes]:
+        """Pieces that `Replica.load` takes."""
+        for run in self._runs.saved():
+            yield _RUN + _encode_saved(run)
+        for events in self._index.snapshot(_SAVED_BLOCKS):
+            yield _BATCH + encode_batch(KVEventBatch(0.0, list(events), 0))
+
+    def snapshot(self, blocks_per_event: int) -> Iterator[list[Event]]:
+        """Events that tell all of it, parents before children; a list for each stretch of blocks."""
+        yield from self._runs.snapshot(blocks_per_event)
+        for events in self._index.snapshot(blocks_per_event):
+            yield list(events)
+
+
+class Replica:
+    """Of one worker's rank. No I/O; never raises for what an input says."""
+
+    def __init__(self, worker: WorkerInfo) -> None:
+        self._worker = worker
+        self._runs = Materializer(worker.block_size, worker.hash_format)
+        self._foreign = ForeignState(worker.block_size)
+        self._tells_batches = False
+        """Whether the last input was an engine's batch: such a worker cannot tell its state anew."""
+        self._ts = 0.0
+        """Of the last input applied; that of what has none of its own."""
+        self.expected = 0
+        """The number of the next input."""
+        self.in_step = True
+        self.last_loss = ""
+        """Why a resync was last wanted."""
+        self.counts = ReplicaCounts()
+        self.received = EventCounts()
+        """All events told, by kind and medium."""
+
+    def count(self, medium: StorageMedium) -> int:
+        """Blocks on `medium`."""
+        return self._runs.count(medium) + self._foreign.index.count(medium)
+
+    @property
+    def foreign(self) -> ForeignState:
+        """What an engine's own events told."""
+        return self._foreign
+
+    # --------------------------------------------------------------------------------- inputs
+
+    def apply(self, given: Input) -> Told | None:
+        """Take the next input; what it means, None when that is nothing."""
+        self.counts.missed += max(0, given.number - self.expected)
+        if given.flags & LOST:
+            return self._lost(given)
+        apply = self._apply_batch if given.flags & BATCH else self._apply_records
+        told = apply(given)
+        self.expected = given.number + 1
+        if told is not None:
+            self.counts.events += len(told.events)
+            self.received.add(told.events)
+            self._ts = told.ts
+        return told
+
+    def _apply_records(self, given: Input) -> Told | None:
+        self._tells_batches = False
+        if given.flags & FRESH:
+            self._runs = Materializer(self._worker.block_size, self._worker.hash_format)
+            self.in_step = True
+        elif self.in_step and given.number != self.expected:
+            self._lose(_FULL)
+        if not self.in_step:
+            self.counts.skipped += 1
+            return None
+        try:
+            ts, records = _decode_records(given.body)
+            events = self._runs.apply(records)
+        except _UNREADABLE as error:
+            self.counts.unreadable += 1
+            self._lose(str(error))
+            return None
+        if any(isinstance(event, AllBlocksCleared) for event in events):
+            self._foreign.clear()
+        self.counts.applied += 1
+        return Told(ts, events)
+
+    def _apply_batch(self, given: Input) -> Told | None:
+        self._tells_batches = self.in_step = True
+        begun: list[Event] = []
+        if given.flags & FRESH or given.number != self.expected:
+            begun = self._forget()
+        try:
+            batch = decode_batch(given.body).batch
+        except KVEventsError as error:  # what it said is unknown: so is what is held
+            self.counts.unreadable += 1
+            self.last_loss = str(error)
+            return Told(self._ts, self._forget())
+        if any(isinstance(event, AllBlocksCleared) for event in batch.events):
+            self._runs = Materializer(self._worker.block_size, self._worker.hash_format)
+        self.counts.applied += 1
+        return Told(batch.ts, begun + self._foreign.apply(batch.events))
+
+    def _lost(self, given: Input) -> Told | None:
+        """All inputs before `given.number` that have not come will not come."""
+        self.expected = given.number
+        reason = given.body.decode(errors="replace")
+        if self._tells_batches:
+            self.last_loss = reason
+            return Told(self._ts, self._forget())
+        if self.in_step:
+            self._lose(reason)
+        return None
+
+    def _forget(self) -> list[Event]:
+        self._foreign.clear()
+        self._runs = Materializer(self._worker.block_size, self._worker.hash_format)
+        return [AllBlocksCleared()]
+
+    def _lose(self, reason: str) -> None:
+        self.last_loss = reason
+        self.counts.resyncs += 1
+        self.in_step = False
+
+    # ---------------------------------------------------------------------------------- state
+
+    def freeze(self) -> FrozenReplica:
+        """What is held now; later inputs do not change it."""
+        return FrozenReplica(self._runs.freeze(), self._foreign.index.fork())
+
+    def load(
+        self, pieces: Iterable[bytes], *, expected: int, in_step: bool, tells_batches: bool
+    ) -> None:
+        """Hold what `FrozenReplica.saved` gave. Raises KVEventsError for pieces that are none."""
+        runs: list[SavedRun] = []
+        for piece in pieces:
+            kind, body = piece[:1], piece[1:]
+            try:
+                if kind == _RUN:
+                    runs.append(_decode_saved(body))
+                elif kind == _BATCH:
+                    self._foreign.apply(decode_batch(body).batch.events)
+                else:
+                    raise KVEventsError(f"saved state: a piece of kind {kind!r}")
+            except msgspec.MsgspecError as error:
+                raise KVEventsError(f"saved state: {error}") from error
+        self._runs.load(runs)
+        self.expected, self.in_step, self._tells_batches = expected, in_step, tells_batches
+
+    @property
+    def tells_batches(self) -> bool:
+        """Whether it is an engine's own events that came last."""
+        return self._tells_batches
+
+
+_FULL = "the ring was full"

@@ -1,0 +1,143 @@
+"""A worker that says sound things, as records or as an engine's batches, and knows what it holds."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.codec import encode_batch
+from kvevents.events import KVEventBatch
+from kvevents.hashing import block_hashes
+from kvevents.namespace import BASE
+from kvevents.records import BlockId, Clear, Record, Remove, StoreKnown, StoreNew
+from kvevents.tokens import pack_tokens
+from publisher.link import BATCH, FRESH
+from publisher.source import Input
+
+BLOCK_SIZE = 2
+MEDIA = (StorageMedium.GPU, StorageMedium.CPU)
+
+Truth = dict[StorageMedium, set[int]]
+
+
+class Block:
+    def __init__(self, parent: Block | None, tokens: list[int]) -> None:
+        self.parent, self.tokens = parent, tokens
+        self.path: list[int] = (parent.path if parent else []) + tokens
+        self.hash = block_hashes(self.path, BLOCK_SIZE)[-1]
+        self.media: set[StorageMedium] = set()
+        self.block_id = -1
+
+    @property
+    def parent_hash(self) -> int | None:
+        return self.parent.hash if self.parent else None
+
+
+class StoryWorker:
+    """Blocks by parent; on every medium a block is there only while its parent is."""
+
+    def __init__(self, seed: int, *, foreign: bool = False) -> None:
+        self._random, self._foreign = Random(seed), foreign
+        self.blocks: list[Block] = []
+        self._next_id = 0
+        self.number = 0
+        """Of the next message."""
+        self.messages: list[Input] = []
+        """Offered and not released yet, as a ring has them."""
+        self.wants_retell = False
+
+    @property
+    def truth(self) -> Truth:
+        return {
+            medium: {int(block.hash) for block in self.blocks if medium in block.media}
+            for medium in StorageMedium
+        }
+
+    def step(self, *, refused: bool = False) -> None:
+        """Something changes, and is offered; a refused message burns its number."""
+        changed = self._change()
+        self._offer(*changed, refused=refused)
+
+    def retell(self) -> None:
+        """Begin anew, with all there is."""
+        records: list[Record] = [Clear()]
+        events: list[Event] = [AllBlocksCleared()]
+        for block in self.blocks:
+            block.block_id = self._take_id()
+            first, *others = sorted(block.media)
+            records.append(self._new(block, first))
+            records += [StoreKnown(medium, BlockId(block.block_id), 1) for medium in others]
+        self._offer(records, events, flags=FRESH)
+        self.wants_retell = False
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _new(self, block: Block, medium: StorageMedium) -> StoreNew:
+        parent = BlockId(block.parent.block_id) if block.parent else None
+        namespace = None if block.parent else BASE
+        tokens = pack_tokens(block.tokens)
+        return StoreNew(medium, BlockId(block.block_id), 1, parent, namespace, tokens)
+
+    def _offer(
+        self, records: list[Record], events: list[Event], flags: int = 0, *, refused: bool = False
+    ) -> None:
+        number, self.number = self.number, self.number + 1
+        if refused:
+            return
+        ts = float(number)
+        if self._foreign:
+            body = encode_batch(KVEventBatch(ts, events, 0))
+            self.messages.append(Input(number, BATCH, body))
+        else:
+            self.messages.append(Input(number, flags, msgspec.msgpack.encode((ts, records))))
+
+    def _change(self) -> tuple[list[Record], list[Event]]:
+        kind = self._random.random()
+        if kind < 0.02:
+            self.blocks = []
+            return [Clear()], [AllBlocksCleared()]
+        if kind < 0.25 and (removable := self._removable()):
+            block, medium = self._random.choice(removable)
+            block.media.discard(medium)
+            if not block.media:
+                self.blocks.remove(block)
+            removed = Remove(medium, [(BlockId(block.block_id), 1)])
+            return [removed], [BlockRemoved([block.hash], medium)]
+        if kind < 0.4 and (copyable := self._copyable()):
+            block, medium = self._random.choice(copyable)
+            block.media.add(medium)
+            return [StoreKnown(medium, BlockId(block.block_id), 1)], [self._stored(block, medium)]
+        parent = self._random.choice([None, *self.blocks[-20:]])
+        medium = self._random.choice(sorted(parent.media) if parent else MEDIA)
+        block = Block(parent, [self._random.randrange(2**32) for _ in range(BLOCK_SIZE)])
+        block.media.add(medium)
+        block.block_id = self._take_id()
+        self.blocks.append(block)
+        return [self._new(block, medium)], [self._stored(block, medium)]
+
+    def _stored(self, block: Block, medium: StorageMedium) -> BlockStored:
+        return BlockStored(
+            [block.hash], block.parent_hash, block.tokens, BLOCK_SIZE, medium=medium
+        )
+
+    def _removable(self) -> list[tuple[Block, StorageMedium]]:
+        below = {(block.parent, medium) for block in self.blocks for medium in block.media}
+        return [
+            (block, medium)
+            for block in self.blocks
+            for medium in sorted(block.media)
+            if (block, medium) not in below
+        ]
+
+    def _copyable(self) -> list[tuple[Block, StorageMedium]]:
+        return [
+            (block, medium)
+            for block in self.blocks
+            for medium in MEDIA
+            if medium not in block.media
+            and (block.parent is None or medium in block.parent.media)
+        ]

@@ -1,0 +1,265 @@
+"""publisher.client alone: batches of foreign engines, counts, and closing at any moment (K1, K5)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from publisher_link_rig import Peer, store, until
+from publisher_rig import PATIENCE_S, insert, make_cache, open_fds, short_folder
+
+from kvevents import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    StorageMedium,
+    decode_batch,
+)
+from publisher import ClientStats, Sidecar, SidecarState, WorkerInfo, listen
+from publisher.link import BATCH
+
+pytestmark = pytest.mark.integration
+
+WORKER = WorkerInfo(block_size=4, dp_rank=3)
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[Sidecar, Peer]]:
+    """A worker and a sidecar by hand; nothing stays open."""
+    before = open_fds()
+    with short_folder() as folder:
+        with listen(WORKER, folder / "pod", ring_bytes=4096) as sidecar, Peer(sidecar.link) as peer:
+            until(lambda: sidecar.state == SidecarState.READY)
+            yield sidecar, peer
+        assert open_fds() == before
+
+
+def batch_of(*events: Any, ts: Any = 1.5, dp_rank: Any = 3) -> KVEventBatch:
+    return KVEventBatch(ts, list(events), dp_rank)
+
+
+def stored(**changed: Any) -> BlockStored:
+    settings: dict[str, Any] = {
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 4,
+        "medium": StorageMedium.GPU,
+    }
+    return BlockStored(**settings | changed)
+
+
+def test_a_batch_of_events_is_written_as_it_is(link: tuple[Sidecar, Peer]) -> None:
+    """Encoded once, marked BATCH, numbered among the others; one without a rank gets the worker's."""
+    sidecar, peer = link
+    batch = batch_of(stored(), BlockRemoved([1], StorageMedium.GPU), AllBlocksCleared())
+    assert sidecar.client.publish_batch(batch)
+    assert sidecar.client.publish([store(0)])
+    assert sidecar.client.publish_batch(batch_of(dp_rank=None))
+    first, second, third = peer.messages()
+    assert [(one.number, one.flags) for one in (first, second, third)] == [
+        *((0, BATCH), (1, 0), (2, BATCH))
+    ]
+    assert decode_batch(first.body).batch == batch
+    assert decode_batch(third.body).batch == batch_of()
+    assert sidecar.client.stats == ClientStats(written=3)
+    assert sidecar.client.stats.bytes == sum(len(one.body) for one in (first, second, third))
+    assert sidecar.client.stats.write_ns > 0
+
+
+BROKEN: list[Any] = [
+    batch_of(ts=1),
+    batch_of(dp_rank=-1),
+    batch_of(stored(token_ids=[1])),
+    batch_of(stored(), stored(block_size=0)),
+    batch_of(stored(medium="GPU")),
+    batch_of(stored(lora_name="\ud800")),
+    batch_of("no event"),
+    KVEventBatch(1.0, None, 0),  # type: ignore[arg-type]
+    None,
+    object(),
+    "batch",
+]
+
+
+@pytest.mark.parametrize("batch", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_batch_is_counted_and_nothing_else(
+    link: tuple[Sidecar, Peer], batch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """K1: no exception reaches the engine; no number is used, so nothing seems lost; the first of a kind
+    is logged.
+    """
+    sidecar, peer = link
+    for _ in range(3):
+        assert not sidecar.client.publish_batch(batch)
+    assert sidecar.client.stats == ClientStats(invalid=3)
+    assert sidecar.client.publish_batch(batch_of())
+    assert peer.numbers() == [0]
+    assert [one.levelno for one in caplog.records] == [logging.WARNING]
+
+
+def test_kinds_of_broken_batches_are_few(
+    link: tuple[Sidecar, Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Positions make no kinds, and what is logged is bounded though every batch is broken anew."""
+    sidecar, _ = link
+    for number in range(200):
+        sidecar.client.publish_batch(batch_of(*[AllBlocksCleared()] * number, stored(block_size=0)))
+    assert len(caplog.records) == 1
+
+
+def test_a_message_larger_than_the_ring_is_refused_and_seen(link: tuple[Sidecar, Peer]) -> None:
+    """It would never fit: counted as such, and its number is missing for the reader; the next is
+    written.
+    """
+    sidecar, peer = link
+    huge = [stored(token_ids=list(range(4096)), block_size=4096)]
+    assert not sidecar.client.publish_batch(batch_of(*huge))
+    assert not sidecar.client.publish([store(0, 1000)])
+    assert sidecar.client.publish([store(0)])
+    assert sidecar.client.stats == ClientStats(written=1, refused=2, oversized=2)
+    assert peer.numbers() == [2]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60)), max_size=60))
+def test_every_number_is_written_or_refused(ops: list[tuple[int, int]]) -> None:
+    """offered == written + refused, and is what the ring has numbered, whatever is offered and read."""
+    with short_folder() as folder, listen(WORKER, folder / "pod", ring_bytes=4096) as sidecar:
+        client, seen = sidecar.client, 0
+        with Peer(sidecar.link) as peer:
+            for kind, size in ops:
+                match kind:
+                    case 0 | 1:
+                        client.publish([store(0, size)])
+                    case 2:
+                        client.publish_batch(batch_of(*[AllBlocksCleared()] * size))
+                    case 3:
+                        client.publish([object()])  # type: ignore[list-item]
+                    case _:
+                        seen += len(peer.numbers())
+                stats = client.stats
+                assert stats.offered == stats.written + stats.refused == client._ring.offered
+            assert seen + len(peer.numbers()) == client.stats.written
+
+
+# ------------------------------------------------------------------------------------------- close
+
+
+def test_closing_while_another_thread_publishes_is_safe() -> None:
+    """K5: again and again, at any moment of the other's call: no exception there, nothing stays open,
+    and the sidecar has read a prefix of what was offered.
+    """
+    before = open_fds()
+    with short_folder() as folder:
+        for calls in range(60):
+            sidecar = listen(WORKER, folder / "pod", ring_bytes=8192)
+            engine = Engine(sidecar, calls % 7)
+            closers = [threading.Thread(target=sidecar.close) for _ in range(2)]
+            engine.start()
+            assert engine.going.wait(PATIENCE_S)
+            for closer in closers:
+                closer.start()
+            for thread in (*closers, engine):
+                thread.join(PATIENCE_S)
+                assert not thread.is_alive()
+            assert engine.failed is None
+        assert open_fds() == before
+
+
+class Engine(threading.Thread):
+    """Publishes until the link is closed under its feet; `going` is set after so many calls."""
+
+    def __init__(self, sidecar: Sidecar, calls: int) -> None:
+        super().__init__()
+        self.sidecar, self.calls = sidecar, calls
+        self.going = threading.Event()
+        self.failed: BaseException | None = None
+
+    def run(self) -> None:
+        cache, number = make_cache(), 0
+        try:
+            while self.sidecar.state != SidecarState.CLOSED:
+                insert(cache, range(4 * number, 4 * number + 8))
+                self.sidecar.pump(cache)
+                self.sidecar.client.publish_batch(batch_of())
+                if number == self.calls:
+                    self.going.set()
+                number += 1
+        except BaseException as error:
+            self.failed = error
+
+
+def test_closing_ends_a_flush(link: tuple[Sidecar, Peer]) -> None:
+    """A thread that waits for an answer which never comes is let go of."""
+    sidecar, _peer = link
+    cache = make_cache()
+    waiting = threading.Thread(target=sidecar.client.flush, args=(cache, 600.0))
+    waiting.start()
+    until(lambda: sidecar.client.stats.written)
+    sidecar.close()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
+def test_closing_in_a_signal_handler_is_safe(link: tuple[Sidecar, Peer]) -> None:
+    """K5: a handler may run in the middle of a call of the same thread."""
+    sidecar, _ = link
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        sidecar.close()
+
+    class Interrupting(list[Any]):
+        def __iter__(self) -> Any:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return super().__iter__()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        sidecar.client.publish_batch(KVEventBatch(1.0, Interrupting(), 0))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert sidecar.state == SidecarState.CLOSED
+    assert not sidecar.client.publish([store(0)])
+    assert sidecar.client._ring.fd == -1
+
+
+def test_a_forked_child_has_nothing_of_it(link: tuple[Sidecar, Peer]) -> None:
+    """It publishes nothing, holds none of the descriptors, and its close leaves the parent's link as it
+    is.
+    """
+    sidecar, peer = link
+    assert sidecar.client.publish([store(0)])
+    client = sidecar.client
+    assert client._connection is not None
+    held = [client._connection.fileno(), client.door.fileno(), client._ring.fd, client._eventfd]
+    held += [sidecar._attendant._wake, sidecar._meeting._fd]
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            refused = not client.publish([store(0)]) and not client.publish_batch(batch_of())
+            refused &= not sidecar.pump(make_cache())
+            sidecar.close()
+            code = 0 if refused and not any(is_open(fd) for fd in held) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(is_open(fd) for fd in held)
+    assert client.publish([store(0)])
+    assert peer.numbers() == [0, 1]
+    assert sidecar.link.is_socket()
+
+
+def is_open(fd: int) -> bool:
+    return Path(f"/proc/self/fd/{fd}").exists()

@@ -1,0 +1,281 @@
+"""publisher.core: C1 and C2, with kills, torn files, lost messages and changed sinks in between."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from core_rig import BLOCK_SIZE, StoryWorker
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from kvevents import AllBlocksCleared, BlockIndex
+from kvevents.index import Oddities
+from kvevents.codec import decode_batch
+from publisher.config import SinkConfig, WorkerInfo
+from publisher.core import Core, Numbered
+from publisher.link import LOST
+from publisher.output import Output
+from publisher.source import Input
+from publisher.state_folder import StateError
+
+PLAIN = SinkConfig(name="plain", buffer_steps=8)
+MERGED = SinkConfig(
+    name="merged", buffer_steps=5, coalesce_s=0.01, endpoint="tcp://127.0.0.1:5559"
+)
+REBASED = SinkConfig(name="rebased", buffer_steps=6, endpoint="tcp://127.0.0.1:5561")
+msgspec.structs.force_setattr(REBASED, "rebase_after", 25)  # below what the edge allows
+LATER = SinkConfig(name="later", buffer_steps=3, endpoint="tcp://127.0.0.1:5563")
+
+
+class Follower:
+    """A router on one sink: its view, and every payload it has seen by numbering and seq."""
+
+    def __init__(self) -> None:
+        self.index = BlockIndex()
+        self.expected = 0
+        self._seen: dict[int, bytes] = {}
+        self.clears = 0
+
+    def live(self, seq: int, payload: bytes, output: Output) -> None:
+        if seq == 0 and self.expected > 0:  # a rebase
+            self.expected, self._seen = 0, {}
+        assert seq >= self.expected, f"seq {seq} after {self.expected - 1}"
+        if seq > self.expected:
+            self.catch_up(output, upto=seq)
+        self._take(seq, payload)
+
+    def catch_up(self, output: Output, upto: int | None = None) -> None:
+        """Ask for what is missing, as a router does that saw a gap."""
+        for seq, payload in output.replay(self.expected):
+            if upto is None or seq < upto:
+                assert seq == self.expected, "a replay is contiguous from its start"
+                self._take(seq, payload)
+
+    def check_retained(self, output: Output) -> None:
+        """What is replayed from the log is what was sent."""
+        for seq, payload in output.replay(output.log.oldest_seq):
+            assert self._seen.get(seq, payload) == payload, f"seq {seq} is another than it was"
+
+    def _take(self, seq: int, payload: bytes) -> None:
+        assert seq == self.expected
+        self._seen[seq] = payload
+        self.expected = seq + 1
+        events = decode_batch(payload).batch.events
+        self.clears += sum(isinstance(event, AllBlocksCleared) for event in events)
+        self.index.apply(events)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Inputs, kills at any moment, restarts over the same folder; every router's view ends as the truth,
+    and no seq is skipped, repeated or different.
+    """
+
+    foreign = False
+
+    @initialize(seed=st.integers(0, 2**32))
+    def begin(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.folder = Path(tempfile.mkdtemp(prefix="core-"))
+        self.worker = StoryWorker(seed, foreign=self.foreign)
+        self.link_id = b"a" * 16
+        self.sinks: tuple[SinkConfig, ...] = (PLAIN, MERGED, REBASED)
+        self.followers: dict[str, Follower] = {}
+        self.now = 1000.0
+        self.damaged = False
+        self.core: Core | None = None
+        self.open()
+
+    def open(self) -> None:
+        names = tuple(sink.name for sink in self.sinks)
+        clock = lambda: self.now  # noqa: E731
+        info = WorkerInfo(block_size=BLOCK_SIZE)
+        self.core = Core(info, self.link_id, self.sinks, names, self.folder, clock=clock)
+        if self.core.journal is not None:
+            self.core.journal._limit = 2000
+        self.send(self.core.start())
+        for output in self.core.outputs:
+            follower = self.followers.setdefault(output.name, Follower())
+            if output.name not in {sink.name for sink in self.sinks}:
+                del follower
+        if not self.foreign:
+            self.worker.wants_retell = not self.core.replica.in_step or (
+                not self.core.warm and self.worker.number > 0
+            )
+        else:
+            self.worker.wants_retell = False
+
+    def send(self, published: list[Numbered]) -> None:
+        assert self.core is not None
+        for one in published:
+            output = self.core.outputs[one.sink]
+            follower = self.followers.setdefault(output.name, Follower())
+            follower.live(one.frame.seq, one.frame.payload, output)
+
+    def take(self, *, sent: bool = True) -> None:
+        """What the worker offered is read; after a kill, what was not released is read again."""
+        assert self.core is not None
+        messages = [
+            given for given in self.worker.messages if given.number >= self.core.replica.expected
+        ]
+        read = messages[-1].number + 1 if messages else self.core.replica.expected
+        if self.worker.number > read:  # as the link's source says it
+            messages.append(Input(self.worker.number, LOST, b"the ring was full"))
+        published = self.core.apply(messages, self.now)
+        if sent:
+            self.worker.messages = []
+            self.send(published)
+        if self.core.replica.counts.resyncs and not self.core.replica.in_step:
+            self.worker.wants_retell = True
+
+    @rule(steps=st.integers(1, 6))
+    def work_goes_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.worker.wants_retell and not self.foreign:
+                self.worker.retell()
+            self.worker.step()
+            self.take()
+
+    @rule()
+    def the_ring_is_full_for_a_while(self) -> None:
+        self.worker.step(refused=True)
+        self.worker.step()
+        self.take()
+
+    @rule(parts=st.integers(1, 8))
+    def the_loop_turns(self, parts: int) -> None:
+        assert self.core is not None
+        for _ in range(parts):
+            self.now += 0.02
+            self.send(self.core.work(self.now))
+
+    @rule(sink=st.integers(0, 10))
+    def a_heartbeat(self, sink: int) -> None:
+        assert self.core is not None
+        self.send(self.core.own(sink % len(self.core.outputs), []))
+
+    @rule(unsent=st.booleans(), torn=st.integers(0, 40))
+    def killed(self, unsent: bool, torn: int) -> None:
+        """kill -9: perhaps between keeping an input and sending what it says; the last entry torn."""
+        assert self.core is not None
+        clears = {name: follower.clears for name, follower in self.followers.items()}
+        in_step = self.core.replica.in_step and not self.worker.wants_retell
+        rebasing = any(output.snapshotting or output.rebase_due for output in self.core.outputs)
+        had_journal = any(self.folder.glob("checkpoint-????????"))
+        if unsent:
+            self.worker.step()
+            self.take(sent=False)
+        self.core.close()
+        if torn:
+            newest = max(self.folder.glob("entries-*"))
+            with newest.open("ab") as file:
+                file.write(self.random.randbytes(torn))
+        self.open()
+        assert self.core.warm or not had_journal
+        self.take()
+        if in_step and not rebasing and not unsent:
+            for output in self.core.outputs:
+                self.followers[output.name].catch_up(output)
+            assert clears == {name: f.clears for name, f in self.followers.items()}, "no clear"
+
+    @rule(parts=st.integers(0, 4), share=st.floats(0, 1))
+    def killed_while_telling(self, parts: int, share: float) -> None:
+        """kill -9 in the middle of telling the state anew, or of a checkpoint."""
+        assert self.core is not None
+        self.core.outputs[int(share * (len(self.core.outputs) - 1))].begin_snapshot(
+            self.core.replica.freeze()
+        )
+        self.worker.step()
+        self.take()
+        for _ in range(parts):
+            self.send(self.core.work(self.now))
+        self.killed(False, 0)
+
+    @rule()
+    def the_journal_is_damaged_and_it_is_killed(self) -> None:
+        assert self.core is not None
+        self.core.close()
+        files = sorted(path for path in self.folder.glob("*-*") if path.name[:4] != "seq-")
+        for path in self.random.sample(files, min(1, len(files))):
+            data = bytearray(path.read_bytes())
+            if data:
+                data[self.random.randrange(len(data))] ^= 0xFF
+            path.write_bytes(data)
+        self.open()
+        self.take()
+
+    @rule()
+    def the_worker_is_another(self) -> None:
+        assert self.core is not None
+        self.send(self.core.end())
+        self.core.close()
+        self.worker = StoryWorker(self.random.randrange(2**32), foreign=self.foreign)
+        self.link_id = self.random.randbytes(16)
+        self.open()
+
+    @rule(order=st.permutations((PLAIN, MERGED, REBASED, LATER)), count=st.integers(1, 4))
+    def the_sinks_are_others(self, order: list[SinkConfig], count: int) -> None:
+        assert self.core is not None
+        self.core.close()
+        self.sinks = tuple(order[:count])
+        self.open()
+
+    @rule()
+    def the_state_is_asked_for_anew(self) -> None:
+        assert self.core is not None
+        self.core.snapshot()
+
+    @rule()
+    def routers_are_right(self) -> None:
+        """Once all is read and told, every view is the truth."""
+        if self.worker.wants_retell and not self.foreign:
+            self.worker.retell()
+        self.take()
+        core = self.core
+        assert core is not None
+        for _ in range(1000):
+            if not core.held and not any(output.rebase_due for output in core.outputs):
+                break
+            self.now += 0.02
+            self.send(core.work(self.now))
+        assert not core.held
+        for output in core.outputs:
+            follower = self.followers[output.name]
+            follower.catch_up(output)
+            follower.check_retained(output)
+            assert follower.index.oddities == Oddities(), "S of what is there, R of what is not"
+            if not self.foreign:
+                assert follower.index.resident == self.worker.truth
+            else:  # what was lost cannot be had; nothing that is false may be left
+                assert all(
+                    follower.index.resident[medium] <= held
+                    for medium, held in self.worker.truth.items()
+                )
+        late = BlockIndex()
+        for _, payload in core.outputs[0].replay(0):
+            late.apply(decode_batch(payload).batch.events)
+        assert late.resident == self.followers[core.outputs[0].name].index.resident
+
+    def teardown(self) -> None:
+        if getattr(self, "core", None) is not None:
+            assert self.core is not None
+            self.routers_are_right()
+            self.core.close()
+            shutil.rmtree(self.folder)
+
+
+class ForeignCoreMachine(CoreMachine):
+    """The same for an engine's own batches, which cannot be told anew."""
+
+    foreign = True
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = settings(max_examples=60, stateful_step_count=40, report_multiple_bugs=False)
+TestForeignCore = ForeignCoreMachine.TestCase
+TestForeignCore.settings = settings(max_examples=40, stateful_step_count=40)

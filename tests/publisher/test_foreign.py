@@ -1,0 +1,333 @@
+"""publisher.foreign: an engine's odd events, against a router that keeps sets of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents import (
+    AllBlocksCleared,
+    BlockIndex,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+    StorageMedium,
+    encode_batch,
+)
+from kvevents.index import Oddities
+from publisher.foreign import ForeignCounts, ForeignState
+
+SIZE = 2
+GPU, CPU, DISK, EXTERNAL = StorageMedium
+NAMES = [-(2**63), -7, -1, 0, 1, 2, 3, 2**63 - 1]
+"""The blocks there are, by their hashes as our stream has them."""
+
+CLEARED = AllBlocksCleared()
+
+
+def tokens_of(name: int) -> list[int]:
+    """A block's tokens, which its hash stands for."""
+    return [NAMES.index(name), 9]
+
+
+def store(
+    names: Iterable[int], parent: int | None = None, medium: StorageMedium | None = GPU, **more: Any
+) -> BlockStored:
+    """Blocks as an engine would tell of them; `more` replaces."""
+    blocks = list(names)
+    fields: dict[str, Any] = {
+        "block_hashes": blocks,
+        "parent_block_hash": parent,
+        "token_ids": [token for name in blocks for token in tokens_of(name)],
+        "block_size": SIZE,
+        "medium": medium,
+    }
+    return BlockStored(**fields | more)
+
+
+def remove(names: Iterable[int], medium: StorageMedium | None = GPU) -> BlockRemoved:
+    return BlockRemoved(list(names), medium)
+
+
+# ------------------------------------------------------------------------------------- any stream
+
+
+def canonical(value: int | bytes) -> int:
+    """As in the contract: the low 64 bits, signed."""
+    raw = int.from_bytes(value, "big") if isinstance(value, bytes) else value
+    return (raw + 2**63) % 2**64 - 2**63
+
+
+class Tolerant:
+    """A router that believes what it can place: whole blocks, of its size, after one that it holds."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, set[StorageMedium]] = {}
+
+    def apply(self, event: Event) -> None:
+        match event:
+            case AllBlocksCleared():
+                self.held.clear()
+            case BlockRemoved(block_hashes=hashes, medium=medium):
+                for name in map(canonical, hashes):
+                    left = self.held.get(name, set()) - ({medium} if medium else set(StorageMedium))
+                    self.held.pop(name, None)
+                    if left:
+                        self.held[name] = left
+            case BlockStored(block_hashes=hashes, parent_block_hash=parent):
+                names = [canonical(value) for value in hashes]
+                before = None if parent is None else canonical(parent)
+                if self._is_sound(event) and names[:1] != [before]:
+                    for name in names:
+                        if before is None or (before in self.held and before != name):
+                            self.held.setdefault(name, set()).add(event.medium or GPU)
+                        before = name
+
+    def _is_sound(self, event: BlockStored) -> bool:
+        tokens = event.token_ids
+        return (
+            event.block_size == SIZE
+            and len(tokens) == SIZE * len(event.block_hashes)
+            and all(0 <= token < 2**32 for token in tokens)
+        )
+
+    @property
+    def resident(self) -> dict[StorageMedium, set[int]]:
+        return {
+            medium: {name for name, media in self.held.items() if medium in media}
+            for medium in StorageMedium
+        }
+
+
+class Strict:
+    """Checks a stream against the invariants 1, 2, 12 and 13."""
+
+    def __init__(self) -> None:
+        self.on: set[tuple[StorageMedium, int]] = set()
+        self.announced: set[int] = set()
+
+    def check(self, event: Event) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.on, self.announced = set(), set()
+            return
+        assert event.block_hashes
+        assert event.medium is not None
+        if isinstance(event, BlockRemoved):
+            for name in event.block_hashes:
+                self.on.remove((event.medium, int(name)))  # 1
+            return
+        tokens = [token for name in event.block_hashes for token in tokens_of(int(name))]
+        assert list(event.token_ids) == tokens  # 13, and each block's own
+        assert event.block_size == SIZE
+        parent = event.parent_block_hash
+        assert parent is None or parent in self.announced  # 12
+        assert parent != event.block_hashes[0]
+        for name in map(int, event.block_hashes):
+            assert (event.medium, name) not in self.on  # 2
+            self.on.add((event.medium, name))
+            self.announced.add(name)
+
+
+def spelled(name: int) -> st.SearchStrategy[int | bytes]:
+    """A hash in one of the forms that engines write."""
+    unsigned = name % 2**64
+    return st.sampled_from(
+        [name, unsigned, unsigned.to_bytes(8, "big"), b"\xab" * 24 + unsigned.to_bytes(8, "big")]
+    )
+
+
+Names = st.sampled_from(NAMES)
+Hashes = Names.flatmap(spelled)
+Media = st.none() | st.sampled_from(StorageMedium)
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> BlockStored:
+    names = draw(st.lists(Names, max_size=5))
+    event = store(names, medium=draw(Media))
+    event.block_hashes = [draw(spelled(name)) for name in names]
+    event.parent_block_hash = draw(st.none() | Hashes)
+    oddity = draw(st.integers(0, 19))
+    if oddity == 0:
+        event.block_size = draw(st.sampled_from([0, 1, 4]))
+    elif oddity == 1:
+        event.token_ids = list(event.token_ids)[1:]
+    elif oddity == 2 and names:
+        event.token_ids = [2**32, *list(event.token_ids)[1:]]
+    return event
+
+
+Events: st.SearchStrategy[Event] = st.one_of(
+    stores(),
+    stores(),
+    st.builds(BlockRemoved, st.lists(Hashes, max_size=4), Media),
+    st.just(CLEARED),
+)
+
+
+@given(st.lists(st.lists(Events, max_size=6), max_size=12))
+def test_whatever_an_engine_says_what_comes_out_is_sound_and_complete(
+    batches: list[list[Event]],
+) -> None:
+    """The invariants hold, nothing in it is odd to a router, and the router that hears it believes what
+    one believes that hears the engine and skips what it cannot place.
+    """
+    state, strict, tolerant, router = ForeignState(SIZE), Strict(), Tolerant(), BlockIndex()
+    for batch in batches:
+        told = state.apply(batch)
+        for event in told:
+            strict.check(event)
+        if told:
+            encode_batch(KVEventBatch(1.0, told, 0))
+        for event in batch:
+            tolerant.apply(event)
+        router.apply(told)
+        assert router.resident == state.index.resident == tolerant.resident
+    assert router.oddities == Oddities()
+
+
+@given(st.lists(st.lists(Events, max_size=6), max_size=8))
+def test_its_own_output_goes_through_unchanged(batches: list[list[Event]]) -> None:
+    """What one lets out another lets through, each event the same object, and counts nothing."""
+    first, second = ForeignState(SIZE), ForeignState(SIZE)
+    for batch in batches:
+        told = first.apply(batch)
+        again = second.apply(told)
+        assert list(map(id, again)) == list(map(id, told))
+    assert second.counts == ForeignCounts()
+
+
+# ---------------------------------------------------------------------------------- one at a time
+
+
+def after(*events: Event) -> ForeignState:
+    state = ForeignState(SIZE)
+    state.apply(events)
+    return state
+
+
+def test_a_sound_event_is_not_copied() -> None:
+    """A store, a removal and a clear that need no change come out as the objects that went in."""
+    events: list[Event] = [store([1, 2]), remove([2]), CLEARED]
+    assert all(a is b for a, b in zip(ForeignState(SIZE).apply(events), events, strict=True))
+
+
+def test_blocks_that_are_there_are_cut_out_of_a_store() -> None:
+    """What is left is told in runs, each with its own parent and tokens; the event given is unchanged."""
+    state = after(store([1, 2, 3]), remove([3]))
+    names = [0, 1, 2, 3, 2, -1]
+    given = store(names)
+    assert state.apply([given]) == [store([0]), store([3], parent=2), store([-1], parent=2)]
+    assert state.counts == ForeignCounts(stored_again=3)
+    assert given == store(names)
+
+
+def test_a_store_after_an_unknown_parent_is_dropped() -> None:
+    """With all that hangs on it; a block that is there already is a parent again."""
+    state = ForeignState(SIZE)
+    assert state.apply([store([2, 3], parent=1)]) == []
+    assert state.counts == ForeignCounts(orphans=2)
+    state.apply([store([0])])
+    assert state.apply([store([-1, 0, 3], parent=1)]) == [store([3], parent=0)]
+    assert state.counts == ForeignCounts(orphans=3, stored_again=1)
+
+
+def test_a_parent_may_be_on_another_medium() -> None:
+    """A block whose parent has left the device for the host is stored."""
+    state = after(store([1]), store([1], medium=CPU), remove([1]))
+    told = store([2], parent=1)
+    assert state.apply([told]) == [told]
+
+
+def test_a_clear_makes_parents_unknown() -> None:
+    """From the engine or by the caller: what was stored before is no parent after it."""
+    state = after(store([1]), CLEARED)
+    assert state.apply([store([2], parent=1)]) == []
+    state.apply([store([1])])
+    state.clear()
+    assert state.apply([store([2], parent=1)]) == []
+    assert len(state.index) == 0
+    assert state.counts == ForeignCounts(orphans=2)
+
+
+def test_a_removal_of_what_is_not_there_is_dropped() -> None:
+    """Unknown blocks, those of another medium, and the same one twice; the rest of the event stays."""
+    state = after(store([1, 2, 3]))
+    assert state.apply([remove([0]), remove([1], CPU)]) == []
+    assert state.apply([remove([3, 0, 3, 2])]) == [remove([3, 2])]
+    assert state.counts == ForeignCounts(removed_unknown=4)
+
+
+def test_a_removal_without_a_medium_is_told_for_each() -> None:
+    """One event a medium, with the blocks that are on it."""
+    state = after(store([1, 2]), store([1], medium=DISK))
+    assert state.apply([remove([2, 1, 0], None)]) == [remove([2, 1]), remove([1], DISK)]
+    assert state.counts == ForeignCounts(removed_unknown=1)
+    assert len(state.index) == 0
+
+
+def test_a_store_without_a_medium_is_on_the_device() -> None:
+    """As engines mean it that know no other."""
+    assert ForeignState(SIZE).apply([store([1], medium=None)]) == [store([1])]
+
+
+def test_hashes_become_signed() -> None:
+    """Unsigned integers and bytes, in stores, parents and removals."""
+    unsigned = [name % 2**64 for name in (-1, -7)]
+    state = ForeignState(SIZE)
+    given = store([-1, -7], block_hashes=[unsigned[0], unsigned[1].to_bytes(32, "big")])
+    assert state.apply([given]) == [store([-1, -7])]
+    assert state.apply([store([1], parent=unsigned[1])]) == [store([1], parent=-7)]
+    assert state.apply([remove([1, unsigned[1], unsigned[0]])]) == [remove([1, -7, -1])]
+
+
+@pytest.mark.parametrize(
+    ("event", "counts"),
+    [
+        (store([1, 2], token_ids=[1, 2, 3]), ForeignCounts(malformed=2)),
+        (store([1], token_ids=[]), ForeignCounts(malformed=1)),
+        (store([1], token_ids=[-1, 2]), ForeignCounts(malformed=1)),
+        (store([1], token_ids=[1, 2**32]), ForeignCounts(malformed=1)),
+        (store([1], parent=1), ForeignCounts(malformed=1)),
+        (store([1], lora_name="a" * 2000), ForeignCounts(malformed=1)),
+        (store([1], block_size=1, token_ids=[1]), ForeignCounts(wrong_block_size=1)),
+        (store([]), ForeignCounts()),
+        (remove([]), ForeignCounts()),
+    ],
+    ids=["count", "none", "negative", "large", "self", "name", "size", "empty", "nothing"],
+)
+def test_what_cannot_be_published_is_dropped_and_counted(
+    event: Event, counts: ForeignCounts
+) -> None:
+    """It costs only itself, and leaves no trace in the index."""
+    state = ForeignState(SIZE)
+    assert state.apply([event, store([3])]) == [store([3])]
+    assert state.counts == counts
+    assert state.index.resident[GPU] == {3}
+
+
+def test_a_namespace_stays_with_every_run() -> None:
+    """Adapter, salt, extra key, session and number of a store that is cut are those of its runs."""
+    names: dict[str, Any] = {
+        "lora_id": 4,
+        "lora_name": "a",
+        "cache_salt": "s",
+        "session_id": "x",
+        "extra_key": "k",
+    }
+    state = after(store([2], **names))
+    assert state.apply([store([1, 2, 3], **names)]) == [
+        store([1], **names),
+        store([3], parent=2, **names),
+    ]
+
+
+def test_a_block_size_is_positive() -> None:
+    """Anything below 1 is refused."""
+    with pytest.raises(ValueError, match="block_size: 0 is below 1"):
+        ForeignState(0)
