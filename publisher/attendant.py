@@ -184,8 +184,8 @@ class Attendant:
         if self._child is None:
             self.pid = sidecar.pid
         self._ready_by = math.inf
-        self.state = SidecarState.READY
         self._client.let_in(sidecar)
+        self.state = SidecarState.READY
         if self.settled.is_set():
             _log.info("the sidecar of pid %d is ready", sidecar.pid)
         self.settled.set()
@@ -195,7 +195,7 @@ class Attendant:
             self.error, self._done = reason, True
         elif now >= self._say_at:
             self._say_at = now + _SAY_S
-            _log.warning("pid %d was not let in at the link: %s", pid, reason)
+            _log.warning("pid %d did not become the sidecar: %s", pid, reason)
 
     def _left(self, pid: int, now: float) -> None:
         if self._child is not None:  # it is about to end

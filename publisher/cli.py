@@ -95,6 +95,8 @@ def _add_tail(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--count", type=int, metavar="N", help="end after N events")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
     parser.add_argument("--timeout", type=float, metavar="S", help="end after S seconds of silence")
+    parser.add_argument("--server-key", metavar="FILE", help="the publisher's .key, for CURVE")
+    parser.add_argument("--client-key", metavar="FILE", help="our own .key_secret, for CURVE")
     parser.epilog = f"Exit code {NO_CONNECTION} when nothing came at all in --timeout seconds."
     parser.set_defaults(run=_tail)
 
@@ -106,6 +108,14 @@ def _tail(options: argparse.Namespace) -> int:
         raise ValueError(f"--count: {options.count} is below 1")
     if options.timeout is not None and not 0 < options.timeout <= 86_400:
         raise ValueError(f"--timeout: {options.timeout} is not above 0 and at most 86400")
+    server_key, client_keys = None, None
+    if options.server_key is not None or options.client_key is not None:
+        from publisher.curve import read_public_key, read_secret_key
+
+        if options.server_key is None or options.client_key is None:
+            raise ValueError("--server-key and --client-key: one is of no use without the other")
+        server_key = read_public_key("--server-key", options.server_key)
+        client_keys = read_secret_key("--client-key", options.client_key)
     seen = tail(
         options.endpoint,
         options.replay_endpoint,
@@ -114,6 +124,8 @@ def _tail(options: argparse.Namespace) -> int:
         as_json=options.output == "json",
         timeout_s=options.timeout,
         write=lambda line: print(line, flush=True),
+        server_key=server_key,
+        client_keys=client_keys,
     )
     if seen:
         return 0

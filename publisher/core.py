@@ -87,8 +87,6 @@ class Core:
         self.replica = Replica(worker)
         self.outputs: list[Output] = []
         self._told_before: list[bool] = []
-        self.last_input: bytes | None = None
-        """The body of the last input that an earlier process took, where it is known."""
         self._same_sinks = False
         self.warm = folder is not None and self.journal is not None and self._recover(folder)
         if not self.warm:
@@ -113,8 +111,9 @@ class Core:
             if kept.created and name not in self._kept_names:
                 continue  # a new sink
             if not may_reset:
-                if kept.created:
-                    kept.path.unlink()  # to be missed again the next time
+                for one in self._seqs:
+                    if one is not None and one.created:
+                        one.path.unlink()  # to be missed again the next time
                 self.close()
                 raise StateError(f"on_lost_state: {kept.path}: {kept.reason}")
             _log.warning("%s: %s; its sink starts over at seq 0", kept.path, kept.reason)
@@ -166,13 +165,13 @@ class Core:
             raise KVEventsError("it is of another worker")
         if head.worker != msgspec.msgpack.encode(self._worker):
             raise KVEventsError("the worker is another")
-        self.last_input = None
         replica = Replica(self._worker)
         replica.load(
             found.pieces,
             expected=head.expected,
             in_step=head.in_step,
             tells_batches=head.tells_batches,
+            last_batch=head.last_batch,
         )
         base = BlockIndex()
         for events in replica.freeze().snapshot(SNAPSHOT_BLOCKS):
@@ -204,7 +203,6 @@ class Core:
     ) -> None:
         for entry in entries:
             if entry.kind == Kind.INPUT:
-                self.last_input = entry.body
                 told = replica.apply(Input(entry.number, entry.flags, entry.body))
                 if told is not None and told.events:
                     for output in outputs:
@@ -340,6 +338,7 @@ class Core:
             self.replica.expected,
             self.replica.in_step,
             self.replica.tells_batches,
+            self.replica.last_batch,
         )
         self.journal.begin(head, self.replica.freeze().saved())
         self.journal.advance(_CHECKPOINT_BYTES)

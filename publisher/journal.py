@@ -80,6 +80,7 @@ class Head(msgspec.Struct, frozen=True):
     expected: int
     in_step: bool
     tells_batches: bool
+    last_batch: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,10 +83,11 @@ class Loop:
         """Publish what comes first, and begin with the source."""
         now = time.monotonic()
         self._send(self._core.start(), now)
-        self._source.start(self._core.replica.expected, self._core.last_input)
+        self._source.start(self._core.replica.expected, self._core.replica.last_batch or None)
         self._resyncs_asked = self._core.replica.counts.resyncs
         if not self._core.replica.in_step:
             self._source.ask_resync("an earlier sidecar had asked")
+        self._more = True  # what an earlier sidecar left in the ring woke nobody
         self._update_status(now)
         self._status.ready = True
 

@@ -96,7 +96,7 @@ class RelaySource:
     def wake_at(self) -> float:
         """When `read` must be called though nothing is readable."""
         if self._ready or (self._frames and not self._stream.recovering):
-            return self._clock()
+            return 0.0
         return min(self._open_at, self._gone_at, self._replay_at, self._probe_at)
 
     def read(self, most: int) -> tuple[list[Input], bool]:

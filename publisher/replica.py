@@ -97,6 +97,8 @@ class Replica:
         self.expected = 0
         """The number of the next input."""
         self.in_step = True
+        self.last_batch = b""
+        """The body of the last of an engine's batches: what tells its runs apart."""
         self.last_loss = ""
         """Why a resync was last wanted."""
         self.counts = ReplicaCounts()
@@ -121,7 +123,6 @@ class Replica:
             return self._lost(given)
         apply = self._apply_batch if given.flags & BATCH else self._apply_records
         told = apply(given)
-        self.expected = given.number + 1
         if told is not None:
             self.counts.events += len(told.events)
             self.received.add(told.events)
@@ -135,6 +136,7 @@ class Replica:
             self.in_step = True
         elif self.in_step and given.number != self.expected:
             self._lose(_FULL)
+        self.expected = given.number + 1
         if not self.in_step:
             self.counts.skipped += 1
             return None
@@ -155,12 +157,16 @@ class Replica:
         begun: list[Event] = []
         if given.flags & FRESH or given.number != self.expected:
             begun = self._forget()
+        self.expected = given.number + 1
         try:
             batch = decode_batch(given.body).batch
         except KVEventsError as error:  # what it said is unknown: so is what is held
             self.counts.unreadable += 1
             self.last_loss = str(error)
             return Told(self._ts, self._forget())
+        self.last_batch = given.body
+        if given.flags & FRESH and not batch.events:  # the mark of a new run, not a batch of it
+            self.expected, self.last_batch = given.number, b""
         if any(isinstance(event, AllBlocksCleared) for event in batch.events):
             self._runs = Materializer(self._worker.block_size, self._worker.hash_format)
         self.counts.applied += 1
@@ -194,7 +200,13 @@ class Replica:
         return FrozenReplica(self._runs.freeze(), self._foreign.index.fork())
 
     def load(
-        self, pieces: Iterable[bytes], *, expected: int, in_step: bool, tells_batches: bool
+        self,
+        pieces: Iterable[bytes],
+        *,
+        expected: int,
+        in_step: bool,
+        tells_batches: bool,
+        last_batch: bytes = b"",
     ) -> None:
         """Hold what `FrozenReplica.saved` gave. Raises KVEventsError for pieces that are none."""
         runs: list[SavedRun] = []
@@ -211,6 +223,7 @@ class Replica:
                 raise KVEventsError(f"saved state: {error}") from error
         self._runs.load(runs)
         self.expected, self.in_step, self._tells_batches = expected, in_step, tells_batches
+        self.last_batch = last_batch
 
     @property
     def tells_batches(self) -> bool:

@@ -22,8 +22,9 @@ _SIZE = 16
 class SeqFile:
     """The file at `path`, made when it is not there.
 
-    `found`: what it says; None when it is new or cannot be trusted, and then `reason` says why. It stays
-    as it is until the first `write`. Raises OSError when the file cannot be made.
+    `found`: what it said; None when it is new or cannot be trusted, and then `reason` says why. A new one
+    says 0 from now on; one that cannot be trusted stays as it is until the first `write`. Raises OSError
+    when the file cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,6 +42,8 @@ class SeqFile:
         self.created = not size
         if size:
             self._read(size)
+        else:
+            self.write(0)  # one that ends before its first batch leaves nothing to distrust
 
     def _read(self, size: int) -> None:
         seq, check = self._words[1] >> 16, self._words[1] & 0xFFFF

@@ -21,6 +21,7 @@ from publisher.link import Ready
 from publisher.logs import LineHandler, configure, fields
 from publisher.loop import Loop
 from publisher.relay import RelaySource
+from publisher.rendezvous import remove_if_left
 from publisher.signals import Signals
 from publisher.sink import Sink, SinkError
 from publisher.source import LinkSource, Source, SourceError
@@ -72,6 +73,8 @@ def serve(
                 return code
     finally:
         signals.close()
+        if link is not None and not forever:
+            remove_if_left(link)  # of a worker that was killed
 
 
 def _await_link(link: Path, signals: Signals) -> bool:

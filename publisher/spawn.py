@@ -21,7 +21,7 @@ from publisher.rendezvous import Rendezvous, Taken, private, shared
 __all__ = ["Sidecar", "listen", "spawn"]
 
 _TERM_S = 1.0
-_EXIT_S, _EXIT_TERM_S = 1.4, 0.2  # a process that ends does so within two seconds
+_EXIT_S, _EXIT_TERM_S = 1.2, 0.2  # a process that ends does so within two seconds
 
 
 class Sidecar:
@@ -48,6 +48,11 @@ class Sidecar:
     def state(self) -> SidecarState:
         """Whether it is ready, awaited, given up or closed."""
         return self._attendant.state
+
+    @property
+    def http_endpoint(self) -> str | None:
+        """Where it serves metrics and health, once it is ready; None without HTTP."""
+        return self.client.http_endpoint
 
     @property
     def restarts(self) -> int:

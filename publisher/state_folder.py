@@ -8,6 +8,7 @@ import re
 import stat
 import tempfile
 import time
+from hashlib import blake2b
 from pathlib import Path
 
 __all__ = ["StateError", "StateFolder", "default_root"]
@@ -34,7 +35,7 @@ class StateFolder:
     """
 
     def __init__(self, root: Path, name: str, *, wait_s: float) -> None:
-        self.path = root / (_NAME.sub("_", name).strip("._")[:_NAME_LENGTH] or "state")
+        self.path = root / _plain(name)
         try:
             _make_private(root)
             _make_private(self.path)
@@ -70,6 +71,15 @@ class StateFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _plain(name: str) -> str:
+    """One component of a path. A long name ends with a digest of all of it: ranks differ at the end."""
+    plain = _NAME.sub("_", name).strip("._") or "state"
+    if len(plain) <= _NAME_LENGTH:
+        return plain
+    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{plain[: _NAME_LENGTH - len(digest) - 1]}-{digest}"
 
 
 def _make_private(path: Path) -> None:

@@ -36,10 +36,13 @@ def tail(
     as_json: bool,
     timeout_s: float | None,
     write: Callable[[str], None],
+    server_key: str | None = None,
+    client_keys: tuple[str, str] | None = None,
 ) -> bool:
     """Write lines until `count` events have been written or nothing came for `timeout_s`.
 
-    Returns whether anything came at all. Raises ConfigError for an endpoint that cannot be.
+    `server_key`, `client_keys`: see `Subscriber`. Returns whether anything came at all. Raises
+    ConfigError for an endpoint that cannot be.
     """
     for key, address in (("ENDPOINT", endpoint), ("--replay-endpoint", replay_endpoint)):
         if address is not None:
@@ -50,7 +53,9 @@ def tail(
                 raise ConfigError(f"{key}: {address!r} is where a publisher binds; name a host")
     lines_of = json_lines if as_json else text_lines
     seen, written = False, 0
-    with Subscriber(endpoint, replay_endpoint, topic=topic) as subscriber:
+    with Subscriber(
+        endpoint, replay_endpoint, topic=topic, server_key=server_key, client_keys=client_keys
+    ) as subscriber:
         while received := subscriber.receive(timeout_s):
             seen = True
             for one in received:

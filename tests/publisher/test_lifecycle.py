@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +68,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with short_folder() as found:
         monkeypatch.setattr("tempfile.tempdir", str(found))
         yield found
+        assert not [one for one in threading.enumerate() if "attendant" in one.name]
         assert open_fds() == before
         assert [one for one in found.iterdir() if one.name.startswith("kvevents-")] == []
 

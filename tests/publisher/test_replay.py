@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from publisher_rig import LOOPBACK, PATIENCE_S, Socket
 
 from kvevents import AllBlocksCleared
+from kvevents.dialect import Speller
 from kvevents.frames import END, Frame, parse_replay_answer, replay_request
-from publisher.config import SinkConfig
+from publisher.config import SinkConfig, WorkerInfo
+from publisher.output import Output
 from publisher.replay import ReplayServer
 from publisher.sink import Sink
 
@@ -34,7 +36,12 @@ class Rig:
     """A server and its clients in one thread; a turn takes a millisecond of the server's time."""
 
     def __init__(
-        self, replay: Callable[[int], Answers], *, timeout_s: float = 10.0, hwm: int = 1000
+        self,
+        replay: Callable[[int], Answers],
+        *,
+        timeout_s: float = 10.0,
+        hwm: int = 1000,
+        oldest: int = 0,
     ) -> None:
         self._context = zmq.Context[Socket]()
         self._sockets: list[Socket] = []
@@ -43,7 +50,9 @@ class Rig:
         self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.router.setsockopt(zmq.SNDHWM, hwm)
         self.address = self.router.bind(LOOPBACK).addr
-        self.server = ReplayServer(self.router, TOPIC, replay, timeout_s=timeout_s)
+        self.server = ReplayServer(
+            self.router, TOPIC, replay, lambda start: start >= oldest, timeout_s=timeout_s
+        )
         self.now = 0.0
 
     def client(self, kind: int = zmq.DEALER, *, small: bool = False) -> Socket:
@@ -194,11 +203,27 @@ def test_beyond_the_newest_there_is_only_end() -> None:
             assert rig.answers(client) == [[b"", *END_FRAMES]]
 
 
+def test_answers_with_a_snapshot_are_counted() -> None:
+    """Of three answers, the two that reach back beyond what is retained have the state in front."""
+    with Rig(batches(9), oldest=5) as rig:
+        client = rig.client()
+        for start in (0, 4, 5):
+            client.send_multipart(replay_request(start))
+            rig.answers(client)
+        stats = rig.server.stats
+        assert (stats.answered, stats.snapshots, stats.dropped) == (3, 2, 0)
+
+
 def test_replayed_frames_are_the_live_frames() -> None:
     """Case 56: byte for byte, topic and seq and payload, behind the envelope."""
     context = zmq.Context[Socket]()
-    config = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, topic="kv@w@m")
-    sink = Sink(context, config, 2, clock=lambda: 5.0)
+    config = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, topic="kv@{worker_id}@{model}")
+    output = Output(
+        *(0, "sink0", Speller("sglang", 2), lambda _: None, lambda: 5.0),
+        max_batches=100,
+        max_bytes=1 << 20,
+    )
+    sink = Sink(context, config, output, WorkerInfo(block_size=4, worker_id="w", model="m"), {})
     server = sink.serve_replays(10.0)
     assert server is not None and sink.router is not None
     sub, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
@@ -207,13 +232,13 @@ def test_replayed_frames_are_the_live_frames() -> None:
         sub.connect(sink.bound.endpoint)
         assert sink.pub.poll(int(PATIENCE_S * 1000))
         for number in range(5):
-            sink.publish(number + 0.5, [AllBlocksCleared()] * number, 0.0)
+            sink.send(output.own(number + 0.5, [AllBlocksCleared()] * number), 0.0)
         live = []
         for _ in range(5):
             assert sub.poll(int(PATIENCE_S * 1000))
             live.append(sub.recv_multipart())
         dealer.connect(str(sink.bound.replay_endpoint))
-        dealer.send_multipart(replay_request(1))
+        dealer.send_multipart(replay_request(0))
         assert sink.router.poll(int(PATIENCE_S * 1000))
         server.take_requests()
         server.serve(0.0)
@@ -221,7 +246,7 @@ def test_replayed_frames_are_the_live_frames() -> None:
         for _ in range(6):
             assert dealer.poll(int(PATIENCE_S * 1000))
             replayed.append(dealer.recv_multipart())
-        assert [frames[:2] for frames in live] == [[b"kv@w@m", eight(seq)] for seq in range(1, 6)]
+        assert [frames[:2] for frames in live] == [[b"kv@w@m", eight(seq)] for seq in range(5)]
         assert replayed == [*([b"", *frames] for frames in live), [b"", *END_FRAMES]]
     finally:
         sub.close(linger=0)

@@ -580,11 +580,11 @@ def test_a_reader_killed_before_release_is_followed_by_one_that_reads_again() ->
 
 @pytest.mark.integration
 def test_writers_killed_at_random_moments_leave_whole_messages() -> None:
-    """B1 with SIGKILL, at 30 moments drawn with a seed, the ring being read meanwhile: nothing that is
+    """B1 with SIGKILL, at 15 moments drawn with a seed, the ring being read meanwhile: nothing that is
     read is torn, out of order or counted wrongly.
     """
     draw = random.Random(7)
-    for _ in range(30):
+    for _ in range(15):
         writer = RingWriter(MIN_RING_BYTES)
         child = os.fork()
         if not child:

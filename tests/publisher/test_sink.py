@@ -1,19 +1,23 @@
-"""publisher.sink: one output's sockets, its seq and its heartbeat."""
+"""publisher.sink: one output's sockets, where they are, and when a heartbeat is due."""
 
 from __future__ import annotations
 
 import contextlib
 import socket as unix
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import zmq
 from publisher_rig import LOOPBACK, PATIENCE_S, Socket, short_folder
 
-from kvevents import AllBlocksCleared, BlockStored, StorageMedium, decode_batch
+from kvevents import AllBlocksCleared, BlockStored, Event, StorageMedium, decode_batch
+from kvevents.dialect import Speller
 from kvevents.frames import Frame, parse_live
-from publisher.config import SinkConfig
+from publisher.checks import ConfigError
+from publisher.config import SinkConfig, WorkerInfo
+from publisher.link import Bound
+from publisher.output import Output
 from publisher.sink import Sink, SinkError
 
 pytestmark = pytest.mark.integration
@@ -25,14 +29,44 @@ def context() -> Iterator[zmq.Context[Socket]]:
         yield context
 
 
+WORKER = WorkerInfo(block_size=4, dp_rank=3, model="m", worker_id="w")
+
+
+def output_of(config: SinkConfig) -> Output:
+    """A stream that no journal keeps."""
+    return Output(
+        0,
+        config.name,
+        Speller(config.dialect, WORKER.dp_rank),
+        lambda _: None,
+        lambda: 77.0,
+        max_batches=config.buffer_steps,
+        max_bytes=config.buffer_bytes,
+    )
+
+
 @contextlib.contextmanager
-def open_sink(context: zmq.Context[Socket], **settings: object) -> Iterator[Sink]:
-    config = SinkConfig(**{"endpoint": LOOPBACK, "replay_endpoint": None} | settings)  # type: ignore[arg-type]
-    sink = Sink(context, config, 3, clock=lambda: 77.0)
+def open_sink(
+    context: zmq.Context[Socket],
+    *,
+    facts: Mapping[str, str] | None = None,
+    before: Bound | None = None,
+    **settings: object,
+) -> Iterator[Sink]:
+    defaults: dict[str, object] = {"endpoint": LOOPBACK, "replay_endpoint": None}
+    config = SinkConfig(**defaults | {"add_dp_rank": False} | settings)  # type: ignore[arg-type]
+    sink = Sink(context, config, output_of(config), WORKER, facts or {}, before=before)
     try:
         yield sink
     finally:
         sink.close(linger_s=0)
+
+
+def publish(sink: Sink, *events: Event, ts: float = 1.0, now: float = 0.0) -> int:
+    """Send a batch; returns its seq."""
+    frame = sink.output.own(ts, list(events))
+    sink.send(frame, now)
+    return frame.seq
 
 
 @contextlib.contextmanager
@@ -45,11 +79,11 @@ def subscribed(context: zmq.Context[Socket], sink: Sink, *, hwm: int = 0) -> Ite
             sub.setsockopt(zmq.RCVBUF, 4096)
         sub.setsockopt(zmq.IPV6, 1)
         sub.setsockopt(zmq.SUBSCRIBE, b"")
-        before = sink.num_subscribers
+        before = sink.status.subscribers
         sub.connect(sink.bound.endpoint)
         assert sink.pub.poll(int(PATIENCE_S * 1000))
         sink.take_subscriptions()
-        assert sink.num_subscribers == before + 1
+        assert sink.status.subscribers == before + 1
         yield sub
 
 
@@ -73,6 +107,65 @@ def test_a_taken_port_is_named(context: zmq.Context[Socket], key: str) -> None:
             pass
 
 
+def once_bound() -> Bound:
+    """Where a sink was that is gone: its context has ended, and with it every socket."""
+    with zmq.Context[Socket]() as context, open_sink(context, replay_endpoint=LOOPBACK) as sink:
+        return sink.bound
+
+
+def test_the_rank_is_added_to_ports(context: zmq.Context[Socket]) -> None:
+    """Rank 3 binds both sockets three above what is configured, and dials three above too; a path gets
+    the rank in its name.
+    """
+    free = once_bound()
+    pub, replay = _port(free.endpoint), _port(str(free.replay_endpoint))
+    configured = {
+        "endpoint": f"tcp://127.0.0.1:{pub - 3}",
+        "replay_endpoint": f"tcp://127.0.0.1:{replay - 3}",
+    }
+    with open_sink(context, add_dp_rank=True, **configured) as sink:
+        assert sink.bound == free
+    target = configured["endpoint"]
+    with open_sink(context, add_dp_rank=True, mode="connect", endpoint=target) as sink:
+        assert sink.status.endpoints == (f"tcp://127.0.0.1:{pub}",)
+    with (
+        short_folder() as folder,
+        open_sink(context, add_dp_rank=True, endpoint=f"ipc://{folder}/pub") as sink,
+    ):
+        assert sink.bound.endpoint == f"ipc://{folder}/pub_dp3"
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def test_a_free_port_is_the_one_it_had_before(context: zmq.Context[Socket]) -> None:
+    """Where any port would do, an earlier run's is taken again, unless someone has it by now."""
+    before = once_bound()
+    with open_sink(context, replay_endpoint=LOOPBACK, before=before) as again:
+        assert again.bound == before
+        with open_sink(context, replay_endpoint=LOOPBACK, before=before) as other:
+            assert {other.bound.endpoint, other.bound.replay_endpoint}.isdisjoint(
+                {before.endpoint, before.replay_endpoint}
+            )
+
+
+def test_the_topic_says_what_was_asked(context: zmq.Context[Socket]) -> None:
+    """The port that was bound, the worker and the pod; what nobody knows is refused, with no socket
+    left open.
+    """
+    topic = "kv@{pod_ip}:{port}-{worker_id}-{dp_rank}@{model}"
+    with (
+        open_sink(context, topic=topic, facts={"pod_ip": "10.0.0.7"}) as sink,
+        subscribed(context, sink) as sub,
+    ):
+        publish(sink)
+        port = _port(sink.bound.endpoint)
+        assert receive(sub).topic == f"kv@10.0.0.7:{port}-w-3@m".encode()
+    with pytest.raises(ConfigError, match=r"^topic: .*pod_ip"), open_sink(context, topic=topic):
+        pass
+
+
 def test_a_bound_port_is_read_back(context: zmq.Context[Socket]) -> None:
     """Port 0 becomes the port that the system chose, a different one for each socket."""
     with open_sink(context, replay_endpoint="tcp://127.0.0.1:*") as sink:
@@ -94,8 +187,8 @@ def test_ipc_is_bound_and_given_back(context: zmq.Context[Socket]) -> None:
             with open_sink(context, endpoint=f"ipc://{path}") as sink:
                 assert sink.bound.endpoint == f"ipc://{path}"
                 with subscribed(context, sink) as sub:
-                    sink.publish(1.0, [], 0.0)
-                    assert receive(sub).seq == 1
+                    publish(sink)
+                    assert receive(sub).seq == 0
             _leave_a_dead_socket(path)
 
 
@@ -120,8 +213,8 @@ def test_ipc_takes_no_path_from_anyone(context: zmq.Context[Socket]) -> None:
                 ):
                     pass
             with subscribed(context, sink) as sub:  # it is still ours
-                sink.publish(1.0, [], 0.0)
-                assert receive(sub).seq == 1
+                publish(sink)
+                assert receive(sub).seq == 0
         assert precious.read_text() == "data"
 
 
@@ -129,8 +222,8 @@ def test_ipv6_is_bound(context: zmq.Context[Socket]) -> None:
     """A bracketed address binds, and the bound endpoint can be connected to (case 96)."""
     try:
         with open_sink(context, endpoint="tcp://[::1]:0") as sink, subscribed(context, sink) as sub:
-            sink.publish(1.0, [], 0.0)
-            assert receive(sub).seq == 1
+            publish(sink)
+            assert receive(sub).seq == 0
     except SinkError as error:
         pytest.skip(f"no IPv6 here: {error}")
 
@@ -139,42 +232,38 @@ def test_ipv6_is_bound(context: zmq.Context[Socket]) -> None:
 
 
 def test_seqs_count_from_0_in_three_frames(context: zmq.Context[Socket]) -> None:
-    """Each batch has topic, seq and payload, and the next seq; its ts and rank are those told. Seq 0 was
-    the sink's own, which cleared.
+    """Each batch has topic, seq and payload, and the next seq; its ts and rank are those told. What was
+    sent is counted.
     """
     with open_sink(context, topic="kv") as sink, subscribed(context, sink) as sub:
-        for number in range(1, 4):
-            assert sink.next_seq == number
-            sink.publish(number + 0.25, [AllBlocksCleared()], 0.0)
-        for number in range(1, 4):
+        for number in range(3):
+            assert publish(sink, AllBlocksCleared(), ts=number + 0.25) == number
+        for number in range(3):
             frame = receive(sub)
             batch = decode_batch(frame.payload).batch
             assert (frame.topic, frame.seq, batch.ts) == (b"kv", number, number + 0.25)
             assert (batch.events, batch.dp_rank) == ([AllBlocksCleared()], 3)
+        sink.update_status()
+        assert (sink.status.batches, sink.status.next_seq, sink.status.oldest_seq) == (3, 3, 0)
+        assert sink.status.published.events["cleared", ""] == 3
 
 
-def test_an_idle_sink_beats(context: zmq.Context[Socket]) -> None:
-    """After `heartbeat_s` without a batch comes an empty one with the next seq; a batch puts it off."""
-    with open_sink(context, heartbeat_s=5.0) as sink, subscribed(context, sink) as sub:
-        assert sink.heartbeat(100.0) == 105.0
-        sink.publish(1.0, [AllBlocksCleared()], 103.0)
-        assert sink.heartbeat(106.0) == 108.0
-        assert sink.next_seq == 2
-        assert sink.heartbeat(108.0) == 113.0
-        assert sink.heartbeat(112.9) == 113.0
-        assert sink.next_seq == 3
-        assert receive(sub).seq == 1
-        frame = receive(sub)
-        batch = decode_batch(frame.payload).batch
-        assert (frame.seq, batch.ts, batch.events) == (2, 77.0, [])
+def test_a_heartbeat_is_due_after_a_silence(context: zmq.Context[Socket]) -> None:
+    """`heartbeat_s` after the last batch, or after it was first asked; each batch puts it off."""
+    with open_sink(context, heartbeat_s=5.0) as sink:
+        assert sink.heartbeat_at(100.0) == 105.0
+        publish(sink, AllBlocksCleared(), now=103.0)
+        assert sink.heartbeat_at(106.0) == 108.0
+        publish(sink, now=108.0)
+        assert sink.heartbeat_at(108.0) == sink.heartbeat_at(112.9) == 113.0
 
 
 def test_subscribers_are_counted(context: zmq.Context[Socket]) -> None:
     """Each that comes counts one, also with a topic that another has, and each that goes, one less."""
     with open_sink(context) as sink:
         with subscribed(context, sink), subscribed(context, sink):
-            assert sink.num_subscribers == 2
-        while sink.num_subscribers:
+            assert sink.status.subscribers == 2
+        while sink.status.subscribers:
             assert sink.pub.poll(int(PATIENCE_S * 1000))
             sink.take_subscriptions()
 
@@ -189,10 +278,10 @@ def test_subscriptions_are_taken_a_bounded_number_a_turn(context: zmq.Context[So
             flood.send(b"\1%d" % number)
         turns: list[int] = []
         while sum(turns) < 20_000:
-            before = sink.num_subscribers
+            before = sink.status.subscribers
             assert sink.pub.poll(int(PATIENCE_S * 1000))
             sink.take_subscriptions()
-            turns.append(sink.num_subscribers - before)
+            turns.append(sink.status.subscribers - before)
         assert max(turns) <= 1000
 
 
@@ -211,8 +300,8 @@ def test_a_message_too_large_is_not_taken(context: zmq.Context[Socket], name: st
                 pass
         assert ours.poll(0) == 0
         with subscribed(context, sink) as sub:
-            sink.publish(1.0, [], 0.0)
-            assert receive(sub).seq == 1
+            publish(sink)
+            assert receive(sub).seq == 0
 
 
 @contextlib.contextmanager
@@ -241,11 +330,11 @@ def test_a_subscriber_that_does_not_read_loses_and_can_see_it(
     ):
         for number in range(400):
             stored = BlockStored([number], None, tokens, 8192, medium=StorageMedium.GPU)
-            sink.publish(1.0, [stored], float(number))
+            publish(sink, stored, now=float(number))
         seqs = [receive(sub).seq]
         while seqs[-1] + 1 == len(seqs):
             if not sub.poll(100):  # all that was queued is read: let the next one show the loss
-                sink.publish(1.0, [], 1000.0)
+                publish(sink, now=1000.0)
             seqs.append(receive(sub).seq)
         assert seqs[:-1] == list(range(len(seqs) - 1))
         assert seqs[-1] > len(seqs) - 1

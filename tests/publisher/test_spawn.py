@@ -57,6 +57,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr("tempfile.tempdir", str(found))
         yield found
         assert [one for one in children_of(os.getpid()).values() if "serve --link" in one] == []
+        assert not [one for one in threading.enumerate() if "attendant" in one.name]
         assert open_fds() == before
         assert list(found.glob("kvevents-link-*")) == []
 
@@ -242,6 +243,8 @@ for number in range(2000):
     assert sidecar.client.publish([record])
 print(sidecar.pid, sidecar.link, flush=True)
 sys.stdin.readline()
+if how == "killed":
+    os.kill(sidecar.pid, signal.SIGKILL)
 if how == "exception":
     raise RuntimeError("of the engine")
 if how == "exit":
@@ -258,6 +261,7 @@ if how == "wait":
         ("exception", 0.2, 1),
         ("exit", 30.0, 3),
         ("stalled", 0.2, 0),
+        ("killed", 0.2, 0),
         ("SIGTERM", 0.2, -signal.SIGTERM),
         ("SIGKILL", 0.2, -signal.SIGKILL),
     ],
@@ -265,8 +269,9 @@ if how == "wait":
 def test_a_worker_ends_within_two_seconds(
     folder: Path, how: str, linger_s: float, code: int
 ) -> None:
-    """Case 79: whatever way it ends, with data pending, a sidecar that lingers or is stalled; the sidecar
-    ends too, and what is left of its link goes at the latest with the next one made.
+    """Case 79: whatever way it ends, with data pending, a sidecar that lingers, is stalled or was killed
+    just before; the sidecar ends too, and what is left of its link goes at the latest with the next one
+    made.
     """
     way = "wait" if how.startswith("SIG") else how
     with worker_running(ENDING_WORKER, way, str(linger_s)) as worker:
