@@ -56,15 +56,17 @@ class SavedRun(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
 
 class FrozenRuns:
-    """What a materializer held at one moment. Made in one pass over its runs, none of which it copies."""
+    """What a materializer held at one moment, in runs that it no longer changes."""
 
     def __init__(self, runs: list[_Run], block_size: int) -> None:
-        self._runs = [run.frozen() for run in runs if run.live]
-        self._block_size = block_size
+        self._runs, self._block_size = runs, block_size
+
+    def _live(self) -> Iterator[_Run]:
+        return (run for run in self._runs if run.live)
 
     def saved(self) -> Iterator[SavedRun]:
         """The runs, parents before children; `Materializer.load` takes them."""
-        for run in self._runs:
+        for run in self._live():
             yield SavedRun(
                 BlockId(run.first),
                 run.parent_hash,
@@ -79,7 +81,7 @@ class FrozenRuns:
         """Events that tell all of it, parents before children on every medium; a list for each stretch
         of at most `blocks_per_event` blocks, one event for each medium that has it.
         """
-        for run in self._runs:
+        for run in self._live():
             for start, stop in run.stretches(blocks_per_event):
                 media = run.media[start]
                 yield [
@@ -117,9 +119,22 @@ class _Space:
 
 
 class _Run:
-    """Consecutive blocks with consecutive ids: one chain, some of it possibly forgotten already."""
+    """Consecutive blocks with consecutive ids: one chain, some of it possibly forgotten already.
 
-    __slots__ = ("digests", "first", "hashes", "live", "media", "parent_hash", "space", "tokens")
+    `freezes`: how often the materializer had been frozen when this was made for it alone.
+    """
+
+    __slots__ = (
+        "digests",
+        "first",
+        "freezes",
+        "hashes",
+        "live",
+        "media",
+        "parent_hash",
+        "space",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -130,7 +145,9 @@ class _Run:
         digests: bytes,
         hashes: array[int],
         media: bytearray,
+        freezes: int,
     ) -> None:
+        self.freezes = freezes
         self.first, self.space, self.parent_hash = first, space, parent_hash
         self.tokens, self.digests, self.hashes, self.media = tokens, digests, hashes, media
         self.live = len(media) - media.count(0)
@@ -149,9 +166,10 @@ class _Run:
             self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES],
             self.hashes[start:stop],
             self.media[start:stop],
+            self.freezes,
         )
 
-    def frozen(self) -> _Run:
+    def copy(self, freezes: int) -> _Run:
         """A copy that shares what never changes."""
         return _Run(
             self.first,
@@ -161,6 +179,7 @@ class _Run:
             self.digests,
             self.hashes,
             bytearray(self.media),
+            freezes,
         )
 
     def stretches(self, longest: int) -> Iterator[tuple[int, int]]:
@@ -192,6 +211,7 @@ class Materializer:
         self._runs: list[_Run] = []
         """Live runs and, until the next sweep, forgotten ones, by ascending first id."""
         self._starts: list[int] = []
+        self._freezes = 0
         self._dead = 0
         self._resident = 0
         self._counts = dict.fromkeys(StorageMedium, 0)
@@ -207,8 +227,9 @@ class Materializer:
         return self._counts[medium]
 
     def freeze(self) -> FrozenRuns:
-        """What is held now; later records do not change it."""
-        return FrozenRuns(self._runs, self._block_size)
+        """What is held now; later records do not change it: they copy the runs that they change."""
+        self._freezes += 1
+        return FrozenRuns(self._runs.copy(), self._block_size)
 
     def load(self, saved: Iterable[SavedRun]) -> None:
         """Hold what `FrozenRuns.saved` gave, in place of what is held. Raises KVEventsError for runs that
@@ -227,9 +248,20 @@ class Materializer:
                 raise KVEventsError(f"run of id {one.first_id}: it has blocks on no known medium")
             hashes = array("q", one.hashes)
             parent = None if one.parent_hash is None else BlockHash(one.parent_hash)
+            if parent is not None and (not -(2**63) <= parent < 2**63 or parent == hashes[0]):
+                raise KVEventsError(f"run of id {one.first_id}: {parent} cannot be its parent")
             space = self._space(one.namespace)
             media = bytearray(one.media)
-            run = _Run(one.first_id, space, parent, one.tokens, one.digests, hashes, media)
+            run = _Run(
+                one.first_id,
+                space,
+                parent,
+                one.tokens,
+                one.digests,
+                hashes,
+                media,
+                self._freezes,
+            )
             self._add(run)
             self._resident += run.live
             for medium, bit in _BIT.items():
@@ -270,7 +302,8 @@ class Materializer:
         digests = list(block_digests(parent_digest, TokenBytes(record.tokens), self._block_size))
         hashes = array("q", (wire_hash(digest, space.fold_seed) for digest in digests))
         media = bytearray([_BIT[record.medium]]) * count
-        run = _Run(first, space, parent_hash, record.tokens, b"".join(digests), hashes, media)
+        joined, freezes = b"".join(digests), self._freezes
+        run = _Run(first, space, parent_hash, record.tokens, joined, hashes, media, freezes)
         self._add(run)
         self._resident += count
         self._counts[record.medium] += count
@@ -330,17 +363,24 @@ class Materializer:
         return run, offset
 
     def _spans(self, first: int, count: int) -> Iterable[tuple[_Run, int, int]]:
-        """The pieces of runs that make up a range of ids, ascending."""
+        """The pieces of runs that make up a range of ids, ascending. They may be changed."""
         if count < 1:
             raise KVEventsError(f"range of ids {first}+{count}: a range has at least one")
         spans = []
         while count:
-            run = self._runs[self._locate(first)]
+            run = self._own(self._locate(first))
             start = first - run.first
             stop = min(start + count, len(run.media))
             spans.append((run, start, stop))
             first, count = first + stop - start, count - (stop - start)
         return spans
+
+    def _own(self, place: int) -> _Run:
+        """The run at this place, which is no frozen state's."""
+        run = self._runs[place]
+        if run.freezes != self._freezes:
+            run = self._runs[place] = run.copy(self._freezes)
+        return run
 
     def _add(self, run: _Run) -> None:
         last = self._runs[-1] if self._runs else None

@@ -33,8 +33,6 @@ __all__ = ["Core", "Numbered"]
 
 _CHECKPOINT_BYTES = 128 << 10
 """Of a checkpoint written in one turn."""
-_SNAPSHOT_PARTS = 2
-"""Batches of a snapshot published in one turn, for each sink."""
 _JOURNAL_RETRY_S = 30.0
 
 _log = logging.getLogger("kvevents.sidecar")
@@ -87,6 +85,8 @@ class Core:
         self.replica = Replica(worker)
         self.outputs: list[Output] = []
         self._told_before: list[bool] = []
+        self._next_to_tell = 0
+        """The sink that tells a batch of its snapshot in this turn, if it tells one."""
         self._same_sinks = False
         self.warm = folder is not None and self.journal is not None and self._recover(folder)
         if not self.warm:
@@ -172,6 +172,7 @@ class Core:
             in_step=head.in_step,
             tells_batches=head.tells_batches,
             last_batch=head.last_batch,
+            ts=head.ts,
         )
         base = BlockIndex()
         for events in replica.freeze().snapshot(SNAPSHOT_BLOCKS):
@@ -190,6 +191,7 @@ class Core:
             if key in outputs and kept and outputs[key].next_seq < (kept.found or 0):
                 seq = outputs[key].next_seq
                 raise KVEventsError(f"it ends at seq {seq} of sink {key[0]}, after {kept.found}")
+        replica.count_from_here()
         self.replica = replica
         self.outputs = [
             outputs[key] if key in outputs else self._output(number, self._first_seq(number))
@@ -291,7 +293,7 @@ class Core:
 
     def wake_at(self, now: float) -> float:
         """The monotonic time by which to call `work`."""
-        if self.journal is not None and self.journal.checkpointing:
+        if self.journal is not None and (self.journal.checkpointing or self._generation_due(now)):
             return now
         if any(output.snapshotting or output.rebase_due for output in self.outputs):
             return now
@@ -306,22 +308,31 @@ class Core:
                 output.rebase(self.replica.freeze())
             if output.cut_at() <= now:
                 frames += output.cut()
-            for _ in range(_SNAPSHOT_PARTS):
+            if number == self._next_to_tell:
                 frames += output.snapshot_part(self._clock())
             published += [Numbered(number, frame) for frame in frames]
-        self._work_on_journal(now)
+        self._next_to_tell = (self._next_to_tell + 1) % len(self.outputs)
+        published += self._work_on_journal(now)
         return self._ready(published)
 
-    def _work_on_journal(self, now: float) -> None:
+    def _work_on_journal(self, now: float) -> list[Numbered]:
+        """Write some of the checkpoint, or begin another generation: nothing may be held then."""
+        if self.journal is None:
+            return []
+        self.journal.advance(_CHECKPOINT_BYTES)
+        published: list[Numbered] = []
+        if self._generation_due(now):
+            published = self.cut()
+            if not self.held:
+                self._journal_retry_at = now + _JOURNAL_RETRY_S
+                self._begin_generation()
+        return published
+
+    def _generation_due(self, now: float) -> bool:
+        """Whether the journal has grown enough, or failed long enough ago, to begin another."""
         journal = self.journal
-        if journal is None:
-            return
-        journal.advance(_CHECKPOINT_BYTES)
-        if journal.due and not self.held:
-            self._begin_generation()
-        elif not journal.active and not self.held and now >= self._journal_retry_at:
-            self._journal_retry_at = now + _JOURNAL_RETRY_S
-            self._begin_generation()
+        assert journal is not None
+        return journal.due or (not journal.active and now >= self._journal_retry_at)
 
     def _begin_generation(self) -> None:
         if self.journal is None:
@@ -339,6 +350,7 @@ class Core:
             self.replica.in_step,
             self.replica.tells_batches,
             self.replica.last_batch,
+            self.replica.ts,
         )
         self.journal.begin(head, self.replica.freeze().saved())
         self.journal.advance(_CHECKPOINT_BYTES)

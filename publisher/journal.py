@@ -81,6 +81,7 @@ class Head(msgspec.Struct, frozen=True):
     in_step: bool
     tells_batches: bool
     last_batch: bytes
+    ts: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +287,7 @@ def _read_checkpoint(path: Path) -> tuple[Head, list[bytes]] | None:
         return None
     try:
         head = msgspec.msgpack.decode(entries[0].body, type=Head)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return head, [entry.body for entry in entries[1:-1]]
 
@@ -344,5 +345,5 @@ def _files(folder: Path) -> Iterator[tuple[str, int, Path]]:
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
             what, _, number = path.name.removesuffix(".part").partition("-")
-            if what in ("checkpoint", "entries") and number.isdigit():
+            if what in ("checkpoint", "entries") and number.isascii() and number.isdigit():
                 yield what, int(number), path

@@ -6,6 +6,10 @@ L2  The log keeps at most `max_batches` frames and `max_bytes` of payload, but a
 L3  A replay from any start is contiguous and ends with the newest frame: the frames themselves,
     byte for byte, where the log reaches back; before that a snapshot of the state, beginning with
     AllBlocksCleared, and empty batches up to the frames. Applied in order it gives the state now.
+L4  A step of a replay is of bounded work, and replays that need a snapshot share one that is not too
+    old: for many clients the state is copied, and encoded, once.
+L5  A replay ends where it is once its last frame has fallen off the log and `_GRACE` more: slow clients
+    keep alive at most as many frames as the log, and those, and what falls off until their next step.
 """
 
 from __future__ import annotations
@@ -31,6 +35,61 @@ class _Retained:
     events: Sequence[Event]
 
 
+_MOVED_BLOCKS = 256
+"""About so many blocks are applied to a state in one step of a replay."""
+
+_GRACE = 1000
+
+_LEAST_FRAMES = 4
+"""With fewer, a replay can spare no seq for a step that tells nothing."""
+
+
+class _Snapshot:
+    """The state before frame `first`, as batches that are made when they are first asked for."""
+
+    def __init__(
+        self,
+        state: BlockIndex,
+        first: int,
+        blocks_per_batch: int,
+        encode: Callable[[list[Event]], bytes],
+    ) -> None:
+        self.first = first
+        self.most_batches = -(-len(state) // blocks_per_batch) or 1
+        self.since: list[_Retained] = []
+        """Frames from `first` on that the log has dropped."""
+        self._encode = encode
+        self._rest: Iterator[list[Event]] | None = _batches_of(state, blocks_per_batch)
+        self._made: list[bytes] = []
+
+    def payloads(self) -> Iterator[bytes]:
+        at = 0
+        while at < len(self._made) or self._make():
+            yield self._made[at]
+            at += 1
+
+    def _make(self) -> bool:
+        batch = next(self._rest, None) if self._rest is not None else None
+        if batch is None:
+            self._rest = None  # and with it the state
+            return False
+        self._made.append(self._encode(batch))
+        return True
+
+
+def _batches_of(state: BlockIndex, per_batch: int) -> Iterator[list[Event]]:
+    """The state, parents first; the first batch clears."""
+    batch: list[Event] = [AllBlocksCleared()]
+    blocks = 0
+    for events in state.snapshot(per_batch):
+        if blocks >= per_batch:
+            yield batch
+            batch, blocks = [], 0
+        batch += events
+        blocks += len(events[0].block_hashes)
+    yield batch
+
+
 class RetainedLog:
     """`encode` makes a payload of events; a snapshot has about `snapshot_blocks` blocks a batch.
 
@@ -53,8 +112,8 @@ class RetainedLog:
         self._frames: deque[_Retained] = deque()
         self._bytes = 0
         self._base = BlockIndex() if base is None else base
-        self._fork: BlockIndex | None = None
-        """A copy of the base state, shared by the snapshots taken of it."""
+        self._snapshot: _Snapshot | None = None
+        """The newest, for the replays that come next."""
         self.next_seq = next_seq
         """The seq of the next frame."""
 
@@ -89,56 +148,65 @@ class RetainedLog:
             gone = self._frames.popleft()
             self._bytes -= len(gone.payload)
             self._base.apply(gone.events)
-            self._fork = None
+            if self._snapshot is not None:
+                self._snapshot.since.append(gone)
+                if len(self._snapshot.since) * 8 > self._max_batches:
+                    self._snapshot = None
         return seq
 
     def replay(self, start: int) -> Iterator[Answer]:
         """Seqs and payloads from `start` to the newest frame of now (L3), made as they are asked for.
 
-        What is appended later changes nothing of it. From JOIN, the shortest answer that gives the
-        state now; from any other start beyond the log, nothing.
+        What is appended later changes nothing of it, but for L5. From JOIN, the shortest answer that
+        gives the state now; from any other start beyond the log, nothing.
         """
-        oldest, end = self.oldest_seq, self.next_seq
-        if start == JOIN:
-            batches = -(-len(self._base) // self._snapshot_blocks) or 1
-            start = max(0, oldest - batches) if oldest else 0
-        if start >= oldest:  # it may be any number of 64 bits, more than islice takes
-            skipped = min(start, end) - oldest
+        oldest = self.oldest_seq
+        if start == JOIN and not oldest:
+            start = 0
+        if self.reaches(start):
+            skipped = min(start, self.next_seq) - oldest  # it may be more than islice takes
             return self._kept(start, list(islice(self._frames, skipped, None)))
-        if self._fork is None:
-            self._fork = self._base.fork()
-        state, first = self._make_room(self._fork, start)
-        return self._after_snapshot(
-            start, first, state, list(islice(self._frames, first - oldest, end - oldest))
-        )
-
-    def _make_room(self, base: BlockIndex, start: int) -> tuple[BlockIndex, int]:
-        """A state whose snapshot fits between `start` and the frames after it, and the seq of those.
-
-        It is `base`, or a copy of it moved on through the oldest frames. That may run out of frames:
-        the batches get larger than usual in that case.
-        """
-        state, seq = base, self.oldest_seq
-        for frame in self._frames:
-            if (seq - start) * self._snapshot_blocks >= len(state):
-                break
-            if state is base:
-                state = base.fork()
-            state.apply(frame.events)
-            seq += 1
-        return state, seq
+        snapshot = self._snapshot
+        if snapshot is None:
+            state = self._base.fork()
+            snapshot = _Snapshot(state, oldest, self._snapshot_blocks, self._encode)
+            self._snapshot = snapshot
+        frames = [*snapshot.since, *self._frames]
+        if start == JOIN:
+            start = max(0, snapshot.first - snapshot.most_batches)
+        if start >= snapshot.first:
+            return self._kept(start, frames[start - snapshot.first :])
+        if start + snapshot.most_batches <= snapshot.first:
+            return self._after_snapshot(start, snapshot, frames)
+        return self._after_moving(start, self._base.fork(), oldest, list(self._frames))
 
     def _kept(self, start: int, frames: list[_Retained]) -> Iterator[Answer]:
+        end = start + len(frames)
         for seq, frame in enumerate(frames, start):
+            if self._is_past(end):
+                return
             yield seq, frame.payload
 
+    def _is_past(self, end: int) -> bool:
+        """Whether a replay of frames before `end` has become too old (L5)."""
+        return self.oldest_seq > end + _GRACE
+
     def _after_snapshot(
-        self, start: int, first: int, state: BlockIndex, frames: list[_Retained]
+        self, start: int, snapshot: _Snapshot, frames: list[_Retained]
     ) -> Iterator[Answer]:
+        first = snapshot.first
+        end = first + len(frames)
         seq = start
-        for batch in self._snapshot(state, first - start):
-            yield seq, self._encode(batch)
+        for payload in snapshot.payloads():
+            if self._is_past(end):
+                return
+            yield seq, payload
             seq += 1
+        del snapshot
+        yield from self._up_to(seq, first, frames)
+
+    def _up_to(self, seq: int, first: int, frames: list[_Retained]) -> Iterator[Answer]:
+        """Empty batches before the frames, and those."""
         assert seq <= first, "L3: a snapshot fits into the seqs before the frames"
         empty = self._encode([]) if seq < first else b""
         while seq < first:
@@ -146,15 +214,48 @@ class RetainedLog:
             seq += 1
         yield from self._kept(first, frames)
 
-    def _snapshot(self, state: BlockIndex, room: int) -> Iterator[list[Event]]:
-        """The state in at most `room` batches, the first of which clears."""
-        per_batch = max(self._snapshot_blocks, -(-len(state) // room))
-        batch: list[Event] = [AllBlocksCleared()]
-        blocks = 0
-        for events in state.snapshot(per_batch):
-            if blocks >= per_batch:
-                yield batch
-                batch, blocks = [], 0
-            batch += events
-            blocks += len(events[0].block_hashes)
-        yield batch
+    def _after_moving(
+        self, start: int, state: BlockIndex, first: int, frames: list[_Retained]
+    ) -> Iterator[Answer]:
+        """With a snapshot of `state` moved on through the oldest frames, until it fits before the next.
+
+        Each step of that takes a seq and makes more: two frames at least. The frames may run out: the
+        batches get larger than usual in that case.
+        """
+        seq, moved, end = start, 0, first + len(frames)
+        empty = self._encode([])
+        in_steps = len(frames) >= _LEAST_FRAMES
+        if in_steps:
+            yield seq, self._encode([AllBlocksCleared()])
+            seq += 1
+        while moved < len(frames) and (first + moved - seq) * self._snapshot_blocks < len(state):
+            if self._is_past(end):
+                return
+            moved = _move(state, frames, moved)
+            if in_steps:
+                yield seq, empty
+                seq += 1
+        first += moved
+        frames = frames[moved:]
+        if seq < first:
+            per_batch = max(self._snapshot_blocks, -(-len(state) // (first - seq)))
+            for batch in _batches_of(state, per_batch):
+                if self._is_past(end):
+                    return
+                yield seq, self._encode(batch)
+                seq += 1
+        yield from self._up_to(seq, first, frames)
+
+
+def _move(state: BlockIndex, frames: list[_Retained], at: int) -> int:
+    """Apply frames from place `at` on to `state`; returns the place after them."""
+    begin, blocks = at, 0
+    while at < len(frames) and (blocks < _MOVED_BLOCKS or at < begin + 2):
+        state.apply(frames[at].events)
+        blocks += 1 + sum(
+            len(event.block_hashes)
+            for event in frames[at].events
+            if not isinstance(event, AllBlocksCleared)
+        )
+        at += 1
+    return at

@@ -1,7 +1,7 @@
 """Answers replays without ever waiting for a client.
 
 A few replays run at a time, the others wait their turn as bare requests; those that run are served a
-few messages each, a bounded number of bytes a turn. A client whose queue is full makes room for the
+few messages each, for a bounded time and number of bytes a turn. A client whose queue is full makes room for the
 next, is tried again soon, and is dropped when it has taken nothing for `timeout_s`, or when too many
 are like it. Every replay that is taken to its end ends with END, and so does the answer to a request
 that cannot be read.
@@ -9,6 +9,7 @@ that cannot be read.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +29,10 @@ __all__ = ["RETRY_S", "ReplayServer", "ReplayStats"]
 RETRY_S = 0.001
 """How soon a client with a full queue is tried again."""
 
+_TURN_S = 0.002
+"""The last message of a turn is begun before that."""
 _REQUESTS_PER_TURN = 64
+_BEGUN_PER_TURN = 16
 _RUNNING = 4
 _STALLED = 32
 _BYTES_PER_TURN = 128 << 10
@@ -73,7 +77,8 @@ class _Cursor:
 class ReplayServer:
     """Serves a ROUTER socket that has ROUTER_MANDATORY set; not its owner.
 
-    `replay` gives the answers from a start seq; `reaches`, whether they are without a snapshot.
+    `replay` gives the answers from a start seq; `reaches`, whether they are without a snapshot. `clock`:
+    of a turn's seconds.
     """
 
     def __init__(
@@ -84,10 +89,11 @@ class ReplayServer:
         reaches: Callable[[int], bool],
         *,
         timeout_s: float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.router, self._topic = router, topic
         self._replay, self._reaches = replay, reaches
-        self._timeout_s = timeout_s
+        self._timeout_s, self._clock = timeout_s, clock
         self._retry_at = 0.0
         self._waiting: dict[bytes, ReplayRequest | _Malformed] = {}
         """Requests by identity, first come first."""
@@ -126,17 +132,21 @@ class ReplayServer:
         """Send a turn's worth of answers, shared by the clients."""
         if self._stalled and now >= self._retry_at:
             self._retry_stalled(now)
-        budget = _BYTES_PER_TURN
-        while budget > 0 and self._admit(now):
-            budget -= self._serve_one(self._cursors.popleft(), now)
+        budget, begun, until = _BYTES_PER_TURN, 0, self._clock() + _TURN_S
+        while budget > 0 and (not begun or self._clock() < until):
+            if self._waiting and len(self._cursors) < _RUNNING and begun < _BEGUN_PER_TURN:
+                self._begin(now)
+                begun += 1
+            elif self._cursors:
+                budget -= self._serve_one(self._cursors.popleft(), now, until)
+            else:
+                return
 
-    def _admit(self, now: float) -> bool:
-        """Begin replays whose turn has come; False when there is nothing to send."""
-        while self._waiting and len(self._cursors) < _RUNNING:
-            identity = next(iter(self._waiting))
-            request = self._waiting.pop(identity)
-            self._cursors.append(_Cursor(identity, self._answers(request), now))
-        return bool(self._cursors)
+    def _begin(self, now: float) -> None:
+        """Begin the replay whose turn has come."""
+        identity = next(iter(self._waiting))
+        request = self._waiting.pop(identity)
+        self._cursors.append(_Cursor(identity, self._answers(request), now))
 
     def _retry_stalled(self, now: float) -> None:
         """Put the clients with full queues back in line; drop those that have been full too long."""
@@ -173,7 +183,7 @@ class ReplayServer:
 
         return answers()
 
-    def _serve_one(self, cursor: _Cursor, now: float) -> int:
+    def _serve_one(self, cursor: _Cursor, now: float, until: float) -> int:
         """Send some messages; returns how many bytes. Queues the cursor again as fits."""
         sent = 0
         for _ in range(_MESSAGES_PER_CLIENT):
@@ -194,7 +204,7 @@ class ReplayServer:
             cursor.waiting = None
             cursor.progress_at = now
             sent += len(message[-1]) + _MESSAGE_BYTES
-            if sent > _BYTES_PER_TURN:
+            if sent > _BYTES_PER_TURN or self._clock() >= until:
                 break
         self._cursors.append(cursor)
         return sent

@@ -22,7 +22,7 @@ from kvevents.index import BlockIndex
 from kvevents.materializer import FrozenRuns, Materializer, SavedRun
 from kvevents.records import Record
 from publisher.config import WorkerInfo
-from publisher.foreign import ForeignState
+from publisher.foreign import ForeignCounts, ForeignState
 from publisher.link import BATCH, FRESH, LOST
 from publisher.source import Input
 from publisher.status import EventCounts
@@ -92,7 +92,7 @@ class Replica:
         self._foreign = ForeignState(worker.block_size)
         self._tells_batches = False
         """Whether the last input was an engine's batch: such a worker cannot tell its state anew."""
-        self._ts = 0.0
+        self.ts = 0.0
         """Of the last input applied; that of what has none of its own."""
         self.expected = 0
         """The number of the next input."""
@@ -126,7 +126,7 @@ class Replica:
         if told is not None:
             self.counts.events += len(told.events)
             self.received.add(told.events)
-            self._ts = told.ts
+            self.ts = told.ts
         return told
 
     def _apply_records(self, given: Input) -> Told | None:
@@ -163,7 +163,7 @@ class Replica:
         except KVEventsError as error:  # what it said is unknown: so is what is held
             self.counts.unreadable += 1
             self.last_loss = str(error)
-            return Told(self._ts, self._forget())
+            return Told(self.ts, self._forget())
         self.last_batch = given.body
         if given.flags & FRESH and not batch.events:  # the mark of a new run, not a batch of it
             self.expected, self.last_batch = given.number, b""
@@ -178,7 +178,7 @@ class Replica:
         reason = given.body.decode(errors="replace")
         if self._tells_batches:
             self.last_loss = reason
-            return Told(self._ts, self._forget())
+            return Told(self.ts, self._forget())
         if self.in_step:
             self._lose(reason)
         return None
@@ -195,6 +195,11 @@ class Replica:
 
     # ---------------------------------------------------------------------------------- state
 
+    def count_from_here(self) -> None:
+        """Begin all counts at 0: what an earlier process took is not to be counted again."""
+        self.counts, self.received = ReplicaCounts(), EventCounts()
+        self._foreign.counts = ForeignCounts()
+
     def freeze(self) -> FrozenReplica:
         """What is held now; later inputs do not change it."""
         return FrozenReplica(self._runs.freeze(), self._foreign.index.fork())
@@ -207,6 +212,7 @@ class Replica:
         in_step: bool,
         tells_batches: bool,
         last_batch: bytes = b"",
+        ts: float = 0.0,
     ) -> None:
         """Hold what `FrozenReplica.saved` gave. Raises KVEventsError for pieces that are none."""
         runs: list[SavedRun] = []
@@ -219,11 +225,11 @@ class Replica:
                     self._foreign.apply(decode_batch(body).batch.events)
                 else:
                     raise KVEventsError(f"saved state: a piece of kind {kind!r}")
-            except msgspec.MsgspecError as error:
+            except _UNREADABLE as error:
                 raise KVEventsError(f"saved state: {error}") from error
         self._runs.load(runs)
         self.expected, self.in_step, self._tells_batches = expected, in_step, tells_batches
-        self.last_batch = last_batch
+        self.last_batch, self.ts = last_batch, ts
 
     @property
     def tells_batches(self) -> bool:

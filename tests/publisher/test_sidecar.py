@@ -79,8 +79,9 @@ def serving() -> set[int]:
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A test may leave neither a sidecar, nor a descriptor, nor a folder for a link."""
     before = open_fds()
-    with short_folder() as folder:
+    with short_folder() as folder, short_folder() as state:
         monkeypatch.setattr("tempfile.tempdir", str(folder))
+        monkeypatch.setenv("TMPDIR", str(state))  # a sidecar's: what it keeps is under it
         yield
         assert serving() == set()
         assert open_fds() == before

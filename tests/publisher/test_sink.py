@@ -6,6 +6,7 @@ import contextlib
 import socket as unix
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -51,10 +52,10 @@ def open_sink(
     *,
     facts: Mapping[str, str] | None = None,
     before: Bound | None = None,
-    **settings: object,
+    **settings: Any,
 ) -> Iterator[Sink]:
-    defaults: dict[str, object] = {"endpoint": LOOPBACK, "replay_endpoint": None}
-    config = SinkConfig(**defaults | {"add_dp_rank": False} | settings)  # type: ignore[arg-type]
+    defaults = {"endpoint": LOOPBACK, "replay_endpoint": None, "add_dp_rank": False}
+    config = SinkConfig(**defaults | settings)
     sink = Sink(context, config, output_of(config), WORKER, facts or {}, before=before)
     try:
         yield sink
@@ -102,7 +103,7 @@ def test_a_taken_port_is_named(context: zmq.Context[Socket], key: str) -> None:
         taken = sink.bound.endpoint
         with (
             pytest.raises(SinkError, match=rf"^{key}: {taken} cannot be bound: .*in use"),
-            open_sink(context, **{key: taken}),
+            open_sink(context, **dict[str, Any]({key: taken})),
         ):
             pass
 
@@ -119,7 +120,7 @@ def test_the_rank_is_added_to_ports(context: zmq.Context[Socket]) -> None:
     """
     free = once_bound()
     pub, replay = _port(free.endpoint), _port(str(free.replay_endpoint))
-    configured = {
+    configured: dict[str, Any] = {
         "endpoint": f"tcp://127.0.0.1:{pub - 3}",
         "replay_endpoint": f"tcp://127.0.0.1:{replay - 3}",
     }

@@ -1,15 +1,14 @@
-"""publisher.client and publisher.source: both ends of a link (K1 to K3, S1, S2), in one process."""
+"""publisher.client with a sidecar's end of the link (K1 to K4): what a router comes to believe."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import re
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import TypeAlias
@@ -41,8 +40,7 @@ from publisher.link import (
     receive,
     send,
 )
-from publisher.ring import MIN_RING_BYTES, RingWriter
-from publisher.source import LinkSource, SourceError
+from publisher.ring import MIN_RING_BYTES
 
 pytestmark = pytest.mark.integration
 
@@ -75,7 +73,7 @@ def settle(link: Link, source: RecordSource) -> None:
 
 
 def test_what_is_published_is_told() -> None:
-    """S1: records come out as events, in order, with the time at which they were handed over."""
+    """Records come out as events, in order, with the time at which they were handed over."""
     with Link() as link:
         before = time.time()
         assert link.client.publish([store(0, 2)])
@@ -100,19 +98,6 @@ def test_the_handshake_tells_who_is_who() -> None:
         assert link.pid == os.getpid()
         assert link.client.connected
         assert link.client.sinks == ()
-
-
-def test_taking_is_bounded() -> None:
-    """One take reads at most so many messages, and says that there are more."""
-    with Link() as link:
-        for number in range(5):
-            link.client.publish([store(number)])
-        counts = []
-        more = True
-        while more:
-            told, more = link.source.take(2)
-            counts.append(len(told))
-        assert counts == [2, 2, 1]
 
 
 def test_a_cache_without_news_sends_nothing() -> None:
@@ -199,7 +184,7 @@ def test_a_full_ring_refuses_at_once() -> None:
 
 
 def test_a_refused_last_message_is_noticed() -> None:
-    """S2: a hole shows although no message follows it; the cache's state is told anew."""
+    """K2: a hole shows although no message follows it; the cache's state is told anew."""
     with Link(ring_bytes=MIN_RING_BYTES) as link:
         cache = make_cache(num_pages=2048)
         link.client.pump(cache)
@@ -215,7 +200,7 @@ def test_a_refused_last_message_is_noticed() -> None:
 
 
 def test_after_a_hole_nothing_is_told_until_the_retelling() -> None:
-    """S2: messages behind a hole are dropped, all of them, up to the one that begins anew."""
+    """R1: messages behind a hole are dropped, all of them, up to the one that begins anew."""
     with Link(ring_bytes=MIN_RING_BYTES) as link:
         cache = make_cache()
         while link.client.publish([store(link.client.stats.written)]):
@@ -396,7 +381,7 @@ BAD_BODIES: list[tuple[str, bytes]] = [
 
 @pytest.mark.parametrize("body", [body for _, body in BAD_BODIES], ids=[n for n, _ in BAD_BODIES])
 def test_an_unreadable_body_is_a_hole(body: bytes) -> None:
-    """S2: bytes that are no batch are counted, and end the step; a re-telling repairs it."""
+    """R1: bytes that are no batch are counted, and end the step; a re-telling repairs it."""
     with Link() as link:
         cache = make_cache()
         insert(cache, range(8))
@@ -421,7 +406,7 @@ IMPOSSIBLE: list[list[Record]] = [
 
 @pytest.mark.parametrize("records", IMPOSSIBLE, ids=range(len(IMPOSSIBLE)))
 def test_impossible_records_are_a_hole(records: list[Record]) -> None:
-    """S2: records that break M1 or M2 are not told, nor what was sound in their message; what is known
+    """R1: records that break M1 or M2 are not told, nor what was sound in their message; what is known
     is told anew, beginning with a clear.
     """
     with Link() as link:
@@ -466,7 +451,7 @@ any_record: st.SearchStrategy[Record] = st.one_of(
 
 @given(st.lists(st.lists(any_record, max_size=4), max_size=6), st.binary(max_size=30))
 def test_any_message_is_told_or_a_hole(messages: list[list[Record]], noise: bytes) -> None:
-    """S2: whatever records say, and whatever bytes come, the source goes on, and what it tells next is
+    """R1: whatever records say, and whatever bytes come, the source goes on, and what it tells next is
     right.
     """
     with Link() as link:
@@ -483,7 +468,7 @@ def test_any_message_is_told_or_a_hole(messages: list[list[Record]], noise: byte
 
 
 def test_bytes_in_the_ring_that_are_no_message_are_a_hole() -> None:
-    """S2: the source skips what the ring holds, asks, and goes on with the re-telling."""
+    """R1: the source skips what the ring holds, asks, and goes on with the re-telling."""
     with Link() as link:
         cache = make_cache()
         insert(cache, range(8))
@@ -595,39 +580,6 @@ def test_flush_without_a_sidecar_returns_at_once() -> None:
 
 
 # -------------------------------------------------------------------------------------------- end
-
-
-def test_the_source_sees_the_worker_leave() -> None:
-    """A close in good order ends the control messages; what was written before can still be taken."""
-    with Link() as link:
-        link.client.publish([store(0)])
-        source = link.source.link
-        before = source.alive
-        link.client.close()
-        assert (before, source.alive) == (True, False)
-        assert link.take() == 1
-
-
-def test_the_source_sees_the_worker_die() -> None:
-    """The end of the connection, without a word, is the worker's end too."""
-    ring, wake = RingWriter(MIN_RING_BYTES), os.eventfd(0)
-    try:
-        with worker_answering(Welcome(VERSION, WORKER, LINK), ring.fd, wake) as path:
-            source = LinkSource(path, timeout_s=PATIENCE_S)
-            try:
-                poller = select.poll()
-                for fd in source.pollables():
-                    assert isinstance(fd, int)
-                    poller.register(fd, select.POLLIN)
-                while source.alive:
-                    assert poller.poll(int(PATIENCE_S * 1000))
-                assert source.pollables() == []
-                source.ready(Ready(()))  # nobody to hear it, and no error
-            finally:
-                source.close()
-    finally:
-        ring.close()
-        os.close(wake)
 
 
 def test_a_dead_sidecar_costs_the_worker_nothing() -> None:
@@ -755,55 +707,6 @@ def test_a_sidecar_that_does_not_come_is_a_link_error() -> None:
     stay = peer_saying(HELLO, stay=True)
     assert "did not get ready in time" in accept_from(stay, timeout_s=0.05)
     assert time.monotonic() - start < 5.0
-
-
-@contextlib.contextmanager
-def worker_answering(message: ControlMessage, *fds: int) -> Iterator[Path]:
-    """The link of a worker that answers Hello with this, and leaves."""
-    with (
-        short_folder() as folder,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-    ):
-        listener.bind(str(folder / "link"))
-        listener.listen(1)
-
-        def answer() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                receive(connection)
-                send(connection, message, fds)
-
-        thread = Thread(target=answer)
-        thread.start()
-        yield folder / "link"
-        thread.join()
-
-
-def worker_saying(message: ControlMessage, *fds: int) -> str:
-    """What a source says of a worker that answers with this."""
-    before = open_fds()
-    with (
-        worker_answering(message, *fds) as path,
-        pytest.raises(SourceError, match=f"^link {path}: ") as error,
-    ):
-        LinkSource(path, timeout_s=PATIENCE_S)
-    assert open_fds() == before
-    return str(error.value)
-
-
-def test_a_worker_that_is_none_is_a_source_error() -> None:
-    """Nobody there, another version, no ring along, or memory that is no ring."""
-    with short_folder() as folder, pytest.raises(SourceError, match="No such file"):
-        LinkSource(folder / "link", timeout_s=1.0)
-    memory, wake = os.memfd_create("noring"), os.eventfd(0)
-    try:
-        assert "not Welcome" in worker_saying(Close())
-        assert "not Welcome" in worker_saying(Welcome(VERSION + 1, WORKER, LINK), memory, wake)
-        assert "not Welcome" in worker_saying(Welcome(VERSION, WORKER, LINK), memory)
-        assert "ring: 0 bytes" in worker_saying(Welcome(VERSION, WORKER, LINK), memory, wake)
-    finally:
-        os.close(memory)
-        os.close(wake)
 
 
 def test_control_messages_cross_as_they_are() -> None:

@@ -1,0 +1,106 @@
+"""Where a run happens: its folder, its ports, and the sidecar's configuration there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import msgspec
+from stress_plan import Plan
+
+from publisher import SidecarConfig, SinkConfig, WorkerInfo
+
+__all__ = ["HEARTBEAT_S", "LINGER_S", "SINKS", "Site", "sidecar_config", "worker_info"]
+
+SINKS = (0, 1)
+HEARTBEAT_S = 0.1
+LINGER_S = 0.5
+REPLAY_TIMEOUT_S = 1.0
+
+_PORTS = range(20_000, 32_000)  # below those that connections are made from
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """`direct` and `proxied`: of each sink, the ports of PUB and replay socket."""
+
+    folder: Path
+    direct: tuple[tuple[int, int], ...]
+    proxied: tuple[tuple[int, int], ...]
+    http: int
+
+    @classmethod
+    def choose(cls, folder: Path, seed: int) -> Site:
+        """With ports that are free now."""
+        ports = _free_ports(seed)
+        direct, proxied = (tuple((next(ports), next(ports)) for _ in SINKS) for _ in range(2))
+        for name in ("tmp", "state", "evidence", "logs"):
+            (folder / name).mkdir(mode=0o700)
+        (folder / "clock").write_bytes(bytes(8))
+        return cls(folder, direct, proxied, next(ports))
+
+    @property
+    def state(self) -> Path:
+        """The sidecar's state directory."""
+        return self.folder / "state"
+
+    @property
+    def clock(self) -> Path:
+        """How far the wall clock is off."""
+        return self.folder / "clock"
+
+    def evidence(self, name: str, sink: int) -> Path:
+        return self.folder / "evidence" / f"{name}.{sink}"
+
+    def log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def costs(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.costs"
+
+
+def url(port: int) -> str:
+    return f"tcp://127.0.0.1:{port}"
+
+
+def worker_info(plan: Plan) -> WorkerInfo:
+    return WorkerInfo(block_size=plan.page_size, worker_id="stress", model="stress")
+
+
+def sidecar_config(plan: Plan, site: Site) -> SidecarConfig:
+    """Two sinks: one that tells all at once, one that may merge and leave the tokens out."""
+    (pub, replay), (second_pub, second_replay) = site.direct
+    first = SinkConfig(
+        name="first",
+        endpoint=url(pub),
+        replay_endpoint=url(replay),
+        heartbeat_s=HEARTBEAT_S,
+        hwm=plan.hwm,
+        buffer_steps=plan.buffer_steps,
+        buffer_bytes=plan.buffer_bytes,
+    )
+    second = msgspec.structs.replace(
+        first,
+        name="second",
+        endpoint=url(second_pub),
+        replay_endpoint=url(second_replay),
+        coalesce_s=plan.coalesce_s,
+        token_ids=plan.token_ids,
+    )
+    return SidecarConfig(
+        sinks=(first, second),
+        linger_s=LINGER_S,
+        replay_timeout_s=REPLAY_TIMEOUT_S,
+        state_dir=str(site.state),
+        http_endpoint=f"http://127.0.0.1:{site.http}",
+    )
+
+
+def _free_ports(seed: int) -> Iterator[int]:
+    for port in Random(seed).sample(_PORTS, len(_PORTS)):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            yield port
