@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -26,7 +25,6 @@ from typing import NamedTuple
 
 import zmq
 
-from benchmarks.sidecar_clients import KINDS
 from hicache import HiRadixCache, KVShape, PagePool
 from publisher import Respawn, Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.config import Persist
@@ -78,9 +76,11 @@ class Worker:
 
     def fill(self) -> None:
         """Cache and log."""
-        for _ in range(BLOCKS // PROMPT_BLOCKS):
+        for number in range(BLOCKS // PROMPT_BLOCKS):
             self.insert(PROMPT_BLOCKS)
             self.pump()
+            if number % 64 == 0:
+                self.flush()
         for number in range(LOG_BATCHES):
             self.insert(1)
             self.pump()
@@ -108,7 +108,7 @@ class Worker:
 
     def receive(self) -> list[float]:
         """Take what has come; the latency of each batch that says something."""
-        found = []
+        found: list[float] = []
         while True:
             try:
                 payload = self._subscriber.recv_multipart(zmq.NOBLOCK)[2]
@@ -214,9 +214,13 @@ def during_checkpoint(worker: Worker) -> Measured:
     def writing() -> bool:
         return any(worker.state_dir.rglob("checkpoint-*.part"))
 
+    number = 0
     while not writing():
+        number += 1
         worker.insert(256)
         worker.pump()
+        if number % 64 == 0:
+            worker.flush()
     return worker.measure(lambda _: writing())
 
 
@@ -312,9 +316,11 @@ def report_troubles(worker: Worker, rest_mib: float) -> dict[str, list[Measured]
         for name, run in TROUBLES.items():
             if name in ONCE and number:
                 continue
+            began = time.perf_counter()
             found[name].append(run(worker))
             worker.flush()
             worker.receive()
+            print(f"  {number} {name} {time.perf_counter() - began:.2f} s", flush=True)
     base = [one.latency for one in found["quiet"]]
     print("live latency in ms (× quiet), and the sidecar's peak memory")
     for name, rounds in found.items():
@@ -360,7 +366,9 @@ def main() -> int:
 def report_kills(name: str, worker: Worker) -> None:
     kills = [kill(worker) for _ in range(KILLS)]
     heard, in_step = (median(one[place] for one in kills) for place in (0, 1))
-    print(f"kill -9, {name}: publishes after {heard:.2f} s, in step after {in_step:.2f} s", flush=True)
+    print(
+        f"kill -9, {name}: publishes after {heard:.2f} s, in step after {in_step:.2f} s", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -245,7 +245,8 @@ class BlockIndex:
 
     def _continues(self, last: BlockHash, name: BlockHash) -> bool:
         before, block = self._blocks[last], self._blocks[name]
-        return block.parent == last and block[2:] == before[2:]
+        told_alike = bool(block.tokens) == bool(before.tokens)
+        return block.parent == last and told_alike and block[2:] == before[2:]
 
     def _chain_events(self, chain: list[BlockHash]) -> list[BlockStored]:
         assert self.block_size is not None

@@ -304,7 +304,7 @@ class Core:
         published: list[Numbered] = []
         for number, output in enumerate(self.outputs):
             frames: list[Frame] = []
-            if output.rebase_due:
+            if output.rebase_due and number == self._next_to_tell:
                 output.rebase(self.replica.freeze())
             if output.cut_at() <= now:
                 frames += output.cut()

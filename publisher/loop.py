@@ -29,7 +29,7 @@ from publisher.status import Books, SidecarStatus
 
 __all__ = ["Loop"]
 
-_INPUTS_PER_TAKE = 4
+_INPUTS_PER_TAKE = 1  # one may be of 256 blocks, which take milliseconds
 _TURN_S = 0.002  # for the source, before clients have their turn
 _DRAIN_S = 2.0
 _LONGEST_WAIT_S = 5.0  # health is that the loop turns
@@ -194,9 +194,9 @@ class Loop:
         came = self._signals.take()
         if signal.SIGUSR1 in came:
             _log.info("SIGUSR1: telling the state anew")
-            if isinstance(self._source, LinkSource):
+            if isinstance(self._source, LinkSource) and not self._core.replica.tells_batches:
                 self._source.ask_resync("SIGUSR1")
-            else:
+            else:  # who told batches cannot tell them anew
                 self._core.snapshot()
         if signal.SIGHUP in came and self._guard is not None:
             try:

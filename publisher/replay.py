@@ -1,10 +1,10 @@
 """Answers replays without ever waiting for a client.
 
 A few replays run at a time, the others wait their turn as bare requests; those that run are served a
-few messages each, for a bounded time and number of bytes a turn. A client whose queue is full makes room for the
-next, is tried again soon, and is dropped when it has taken nothing for `timeout_s`, or when too many
-are like it. Every replay that is taken to its end ends with END, and so does the answer to a request
-that cannot be read.
+few messages each, for a bounded time and number of bytes a turn. A client whose queue is full makes
+room for the next, is tried again soon, and is dropped when it has taken nothing for `timeout_s`, or when
+too many are like it. Every replay that is taken to its end ends with END, and so does the answer to a
+request that cannot be read.
 """
 
 from __future__ import annotations
@@ -133,13 +133,15 @@ class ReplayServer:
         if self._stalled and now >= self._retry_at:
             self._retry_stalled(now)
         budget, begun, until = _BYTES_PER_TURN, 0, self._clock() + _TURN_S
-        while budget > 0 and (not begun or self._clock() < until):
+        while budget > 0:
             if self._waiting and len(self._cursors) < _RUNNING and begun < _BEGUN_PER_TURN:
                 self._begin(now)
                 begun += 1
             elif self._cursors:
-                budget -= self._serve_one(self._cursors.popleft(), now, until)
+                budget -= self._serve_one(self._cursors.popleft(), now, budget, until)
             else:
+                return
+            if self._clock() >= until:
                 return
 
     def _begin(self, now: float) -> None:
@@ -183,7 +185,7 @@ class ReplayServer:
 
         return answers()
 
-    def _serve_one(self, cursor: _Cursor, now: float, until: float) -> int:
+    def _serve_one(self, cursor: _Cursor, now: float, budget: int, until: float) -> int:
         """Send some messages; returns how many bytes. Queues the cursor again as fits."""
         sent = 0
         for _ in range(_MESSAGES_PER_CLIENT):
@@ -204,7 +206,7 @@ class ReplayServer:
             cursor.waiting = None
             cursor.progress_at = now
             sent += len(message[-1]) + _MESSAGE_BYTES
-            if sent > _BYTES_PER_TURN or self._clock() >= until:
+            if sent >= budget or self._clock() >= until:
                 break
         self._cursors.append(cursor)
         return sent

@@ -195,7 +195,7 @@ class RingReader(_Ring):
 
     def ask_resync(self) -> None:
         """Ask the writer to tell its state anew."""
-        self._words[_W_RESYNCS] += 1
+        self._words[_W_RESYNCS] = (self._words[_W_RESYNCS] + 1) & (2**64 - 1)
 
     def _bytes(self, position: int, length: int) -> bytes:
         start = position % self.capacity

@@ -101,7 +101,7 @@ def _serve_one(
     handler: LineHandler,
 ) -> int:
     """For one worker. A reason not to start is said to it, and logged."""
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as state, contextlib.ExitStack() as opened:
         context = Context()
         opened.callback(context.term)
         source: Source
@@ -112,7 +112,7 @@ def _serve_one(
             source = RelaySource(config.relay, context=context)
         opened.callback(source.close)
         try:
-            loop = _open(opened, context, source, link, config, facts, signals, handler)
+            loop = _open(state, opened, context, source, link, config, facts, signals, handler)
         except (ConfigError, SinkError, StateError, OSError) as error:
             _log.error("%s", error)
             if isinstance(source, LinkSource):
@@ -123,6 +123,7 @@ def _serve_one(
 
 
 def _open(
+    state: contextlib.ExitStack,
     opened: contextlib.ExitStack,
     context: Context,
     source: Source,
@@ -132,15 +133,15 @@ def _open(
     signals: Signals,
     handler: LineHandler,
 ) -> Loop:
-    """State first: its lock is let go when an earlier sidecar has closed its sockets. Then the sockets;
-    the journal goes on when all of them are there.
+    """State first: its lock is let go when an earlier sidecar's sockets are closed, which is when their
+    context has ended. Then the sockets; the journal goes on when all of them are there.
     """
     worker = source.worker
     before = source.before if isinstance(source, LinkSource) else None
     check_ports(config, worker)
     folder = _state_folder(config, worker, link)
     if folder is not None:
-        opened.callback(folder.close)
+        state.callback(folder.close)
     core = Core(
         worker,
         source.link_id,

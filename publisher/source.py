@@ -20,8 +20,11 @@ from typing import Protocol
 import zmq
 
 from kvevents.errors import KVEventsError
+from kvevents.frames import MAX_SEQ
 from publisher.config import WorkerInfo
 from publisher.link import (
+    BATCH,
+    FRESH,
     LOST,
     VERSION,
     ControlMessage,
@@ -188,6 +191,8 @@ class LinkSource:
         for _ in range(most):
             try:
                 message = ring.read()
+                if message is not None and message.number > MAX_SEQ:
+                    raise KVEventsError(f"ring: a message with number {message.number}")
             except KVEventsError as error:
                 ring.skip_all()
                 self._next = ring.offered
@@ -200,7 +205,8 @@ class LinkSource:
                 return inputs, False
             if message.number >= self._next:
                 self._next = message.number + 1
-                inputs.append(Input(message.number, message.flags & ~LOST, message.body))
+                flags = message.flags & (FRESH | BATCH)
+                inputs.append(Input(message.number, flags, message.body))
         return inputs, True
 
     def release(self) -> None:

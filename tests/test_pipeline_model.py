@@ -34,7 +34,12 @@ from publisher.source import LinkSource
 
 PAGE_SIZE, NUM_PAGES, RING_BYTES = 2, 24, 4096
 NAMESPACES = [BASE, Namespace(lora_name="x"), Namespace(cache_salt="x"), Namespace(extra_key="x")]
-prompts = st.lists(st.integers(1, 2), max_size=40)
+prompts = st.builds(
+    lambda length, bits: [1 + (bits >> place & 1) for place in range(length)],
+    st.integers(0, 40),
+    st.integers(0, 2**40 - 1),
+)
+"""Of two tokens only, so that prompts have much in common."""
 
 
 class Router:

@@ -259,6 +259,27 @@ def test_keys_that_strict_consumers_need_are_always_there() -> None:
     assert [event[key] for key in ("parent_block_hash", "lora_id", "lora_name")] == [None] * 3
 
 
+@pytest.mark.parametrize(
+    "empty", [[], (), TokenIds(pack_tokens([]))], ids=["list", "tuple", "TokenIds"]
+)
+def test_tokens_may_be_left_out(empty: Any) -> None:
+    """Case 108: an event without any tokens is sent and read; the key is there, for strict consumers."""
+    payload = encode_batch(batch(stored(token_ids=empty)))
+    _, [event], _ = unpack(payload)
+    assert event["token_ids"] == []
+    decoded = decode_batch(payload)
+    assert decoded.skipped == ()
+    assert decoded.batch.events == [stored(token_ids=[])]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_tokens_are_all_there_or_none(count: int) -> None:
+    """Some of the tokens are not what a block is: two blocks of two have four or none."""
+    for tokens in (list(range(count)), TokenIds(pack_tokens(range(count)))):
+        with pytest.raises(ValueError, match=f"token_ids: {count} ids, but 2 blocks of 2 need 4"):
+            encode_batch(batch(stored(token_ids=tokens)))
+
+
 # ----------------------------------------------------------------------------------- there and back
 
 Names = st.none() | st.text(min_size=1, max_size=5)

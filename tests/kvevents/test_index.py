@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvevents_reference import reference_hashes, to_bytes, to_u64, trials
+from msgspec.structs import replace
 
 from kvevents import (
     BASE,
@@ -354,6 +355,73 @@ def test_a_fork_is_independent(
     assert details(fork) == details(expected)
     assert [fork.count(m) for m in StorageMedium] == [expected.count(m) for m in StorageMedium]
     assert fork.overlap(A.tokens) == expected.overlap(A.tokens)
+
+
+# ------------------------------------------------------------------------- tokens left out
+
+
+def redacted(event: Event) -> Event:
+    return replace(event, token_ids=[]) if isinstance(event, BlockStored) else event
+
+
+@trials(150)
+@given(Tellings)
+def test_without_tokens_all_but_the_overlap_is_known(told: list[tuple[Event, Any]]) -> None:
+    """A publisher may leave the tokens out: residency, parents and counts are the same, and the snapshot
+    after it rebuilds the index; no prompt is found.
+    """
+    events = [event for event, _ in told]
+    plain, index = indexed(events), indexed([redacted(event) for event in events])
+    assert index.resident == plain.resident
+    assert [index.count(medium) for medium in StorageMedium] == [
+        plain.count(medium) for medium in StorageMedium
+    ]
+    assert (index.oddities, index.block_size) == (plain.oddities, plain.block_size)
+    assert index.overlap(A.tokens) == Overlap(dict.fromkeys(StorageMedium, 0), 0)
+    assert details(index) == {
+        key: (parent, [], *rest) for key, (parent, _, *rest) in details(plain).items()
+    }
+    rebuilt = indexed(event for chain in index.snapshot(3) for event in chain)
+    assert details(rebuilt) == details(index)
+
+
+@trials(150)
+@given(Tellings, st.lists(st.booleans(), min_size=12, max_size=12), st.integers(1, 4))
+def test_some_with_and_some_without_tokens(
+    told: list[tuple[Event, Any]], out: list[bool], longest: int
+) -> None:
+    """A chain of which some blocks were told with tokens and some without is told again as events that
+    may be sent, and rebuilds the index; what was told with tokens is found as far as it goes.
+    """
+    events = [
+        redacted(event) if bare else event for (event, _), bare in zip(told, out, strict=False)
+    ]
+    index = indexed(events)
+    chains = [list[Event](chain) for chain in index.snapshot(longest)]
+    for chain in chains:
+        encode_batch(KVEventBatch(0.0, chain, 0))
+    rebuilt = indexed(event for chain in chains for event in chain)
+    assert details(rebuilt) == details(index)
+    assert rebuilt.oddities.malformed == 0
+    for prompt in (A, Prefix(BASE, (0, 0, 1))):
+        assert rebuilt.overlap(prompt.tokens) == index.overlap(prompt.tokens)
+
+
+def test_the_overlap_ends_where_tokens_were_left_out() -> None:
+    """What is behind a block without tokens cannot be found by tokens, before or after a first query."""
+    for asked in (False, True):
+        index = BlockIndex()
+        if asked:
+            index.overlap(A.tokens)
+        for event in (
+            redacted(store(Prefix(BASE, A.path[:2]), 1)),
+            store(A, 2),
+            store(Prefix(BASE, A.path[:1])),
+        ):
+            index.apply([event])
+        assert index.overlap(A.tokens).any_medium == 1
+        index.apply([remove([A])])
+        assert len(index) == 2
 
 
 # ------------------------------------------------------------------------------------ bad events

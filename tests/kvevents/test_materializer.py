@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from kvevents import (
     encode_batch,
     pack_tokens,
 )
+from kvevents.materializer import FrozenRuns, SavedRun
 from kvevents.records import BlockId, Clear, Record, Remove, StoreKnown, StoreNew
 
 GPU, CPU, DISK, EXT = StorageMedium
@@ -581,3 +583,181 @@ def test_forgotten_runs_keep_nothing_however_large() -> None:
         materializer.apply([new(first, [first, 2] * 100), remove((first, 100))])
         assert held_bytes(materializer) == before
     assert materializer.num_blocks == 500
+
+
+# --------------------------------------------------------------------------- freeze, save, load
+
+STEPS = ["store_new"] * 5 + ["store_known"] * 3 + ["remove"] * 3 + ["clear", "retell"]
+
+
+def some_records(data: st.DataObject, model: Model, most: int) -> list[Record]:
+    records: list[Record] = []
+    for step in data.draw(st.lists(st.sampled_from(STEPS), max_size=most)):
+        told = getattr(model, step)(data)
+        records += told if isinstance(told, list) else [told] if told else []
+    return records
+
+
+def through_a_file(frozen: FrozenRuns, hash_format: HashFormat = HashFormat.SGLANG) -> Materializer:
+    """A new materializer that loads what was saved, as bytes."""
+    pieces = [msgspec.msgpack.encode(run) for run in frozen.saved()]
+    loaded = Materializer(SIZE, hash_format)
+    loaded.load(msgspec.msgpack.decode(piece, type=SavedRun) for piece in pieces)
+    return loaded
+
+
+def snapshot(frozen: FrozenRuns, longest: int = 100) -> list[Event]:
+    return [event for events in frozen.snapshot(longest) for event in events]
+
+
+def believed(events: list[Event]) -> BlockIndex:
+    index = BlockIndex()
+    index.apply(events)
+    return index
+
+
+@trials(100)
+@given(st.data())
+def test_a_loaded_one_goes_on_the_same(data: st.DataObject) -> None:
+    """From any moment, saved and loaded, it gives the same events for the same records ever after."""
+    model, materializer = Model(), Materializer(SIZE)
+    materializer.apply(some_records(data, model, 8))
+    loaded = through_a_file(materializer.freeze())
+    for _ in range(data.draw(st.integers(1, 3))):
+        records = some_records(data, model, 4)
+        assert loaded.apply(records) == materializer.apply(records)
+        assert loaded.num_blocks == materializer.num_blocks
+    again = through_a_file(loaded.freeze())
+    assert snapshot(again.freeze()) == snapshot(materializer.freeze())
+
+
+@trials(100)
+@given(st.data(), st.integers(1, 5))
+def test_a_snapshot_tells_all_of_it(data: st.DataObject, longest: int) -> None:
+    """A router that reads it believes what the cache holds; each block once on each medium, in events of
+    at most so many blocks; where the cache has no block without its parent, parents come first.
+    """
+    model, materializer = Model(), Materializer(SIZE)
+    materializer.apply(some_records(data, model, 10))
+    lists = list(materializer.freeze().snapshot(longest))
+    index = BlockIndex()
+    for events in lists:
+        assert 1 <= len(events) <= len(StorageMedium)
+        assert len({event.medium for event in events if isinstance(event, BlockStored)}) == len(
+            events
+        )
+        for event in events:
+            assert isinstance(event, BlockStored)
+            assert event.block_hashes == lists_first(events).block_hashes
+            assert len(event.block_hashes) <= longest
+        encode_batch(KVEventBatch(0.0, events, 0))
+        index.apply(events)
+    assert index.resident == model.resident
+    assert index.oddities.stored_again == 0
+    whole = all(it.parent is None or it.parent in model.blocks for it in model.blocks.values())
+    if whole:
+        assert index.oddities.unknown_parent == 0
+    for block in model.blocks.values():
+        found = index.overlap(block.prompt, block.space)
+        assert not whole or found.any_medium == len(block.prompt) // SIZE
+
+
+def lists_first(events: list[Event]) -> BlockStored:
+    assert isinstance(events[0], BlockStored)
+    return events[0]
+
+
+@trials(100)
+@given(st.data())
+def test_what_is_frozen_stays(data: st.DataObject) -> None:
+    """Later records, and what they make the materializer forget and shrink, do not reach it."""
+    model, materializer = Model(), Materializer(SIZE)
+    materializer.apply(some_records(data, model, 8))
+    frozen = materializer.freeze()
+    before = snapshot(frozen), list(frozen.saved())
+    resident = model.resident
+    materializer.apply(some_records(data, model, 8))
+    materializer.apply([Clear()])
+    assert (snapshot(frozen), list(frozen.saved())) == before
+    assert believed(before[0]).resident == resident
+
+
+@trials(100)
+@given(st.data())
+def test_counts_are_those_of_a_recount(data: st.DataObject) -> None:
+    """By medium, after every record, and after a load."""
+    model, materializer = Model(), Materializer(SIZE)
+    for _ in range(data.draw(st.integers(1, 6))):
+        materializer.apply(some_records(data, model, 2))
+        expected = {medium: len(held) for medium, held in model.resident.items()}
+        assert {medium: materializer.count(medium) for medium in StorageMedium} == expected
+    loaded = through_a_file(materializer.freeze())
+    assert {medium: loaded.count(medium) for medium in StorageMedium} == expected
+    assert loaded.num_blocks == len(model.blocks)
+
+
+def test_a_load_replaces_what_is_held() -> None:
+    """What was held before is forgotten; nothing saved is nothing held."""
+    materializer = Materializer(SIZE)
+    materializer.apply(SETUP)
+    materializer.load(Materializer(SIZE).freeze().saved())
+    assert materializer.num_blocks == 0
+    assert [materializer.count(medium) for medium in StorageMedium] == [0] * 4
+    assert snapshot(materializer.freeze()) == []
+    assert materializer.apply([new(0, A)]) == [stored([H1, H2, H3, H4], None, A)]
+
+
+def test_the_holes_of_a_run_are_kept() -> None:
+    """Forgotten blocks in the middle are not told, and their ids stay unknown, also after a load."""
+    materializer = Materializer(SIZE)
+    materializer.apply([new(0, A), remove((1, 1))])
+    for one in (materializer, through_a_file(materializer.freeze())):
+        assert snapshot(one.freeze()) == [stored([H1], None, A[:2]), stored([H3, H4], H2, A[4:])]
+        with pytest.raises(KVEventsError, match="id 1 is forgotten"):
+            one.apply([known(1)])
+
+
+def test_children_of_a_loaded_block_hash_as_before() -> None:
+    """A namespace, its folding and the digests outlive the file, in either hash format."""
+    space = Namespace("ad", "salt", "ek")
+    for hash_format in HashFormat:
+        materializer = Materializer(SIZE, hash_format)
+        materializer.apply([new(0, A[:4], space=space)])
+        loaded = through_a_file(materializer.freeze(), hash_format)
+        child = new(2, A[4:], 1)
+        assert loaded.apply([child]) == materializer.apply([child])
+
+
+RUN = SavedRun(BlockId(5), None, BASE, bytes(16), bytes(64), bytes([1] * 8 + [2] * 8), b"\1\3")
+NOT_RUNS: dict[str, dict[str, Any]] = {
+    "no blocks": {"media": b""},
+    "few tokens": {"tokens": bytes(15)},
+    "many tokens": {"tokens": bytes(24)},
+    "few digests": {"digests": bytes(63)},
+    "few hashes": {"hashes": bytes(8)},
+    "many blocks": {"media": b"\1\1\1"},
+    "an unknown medium": {"media": b"\1\x10"},
+    "all forgotten": {"media": b"\0\0"},
+    "a parent above": {"parent_hash": 2**63},
+    "a parent below": {"parent_hash": -(2**63) - 1},
+    "its own parent": {"parent_hash": int.from_bytes(bytes([1] * 8), "little")},
+}
+
+
+@pytest.mark.parametrize("fields", NOT_RUNS.values(), ids=NOT_RUNS)
+def test_runs_that_cannot_be(fields: dict[str, Any]) -> None:
+    """Sizes that do not fit, media that are none, parents that are none: KVEventsError names the run."""
+    materializer = Materializer(SIZE)
+    materializer.load([RUN])
+    assert materializer.num_blocks == 2
+    with pytest.raises(KVEventsError, match="run of id 5"):
+        materializer.load([msgspec.structs.replace(RUN, **fields)])
+
+
+def test_runs_that_overlap() -> None:
+    """Two runs with one id between them are refused, in either order."""
+    for first in (4, 5, 6):
+        other = msgspec.structs.replace(RUN, first_id=BlockId(first))
+        for runs in ([RUN, other], [other, RUN]):
+            with pytest.raises(KVEventsError, match="it is known already"):
+                Materializer(SIZE).load(runs)

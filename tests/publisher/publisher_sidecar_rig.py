@@ -49,13 +49,21 @@ WORKER = WorkerInfo(block_size=4, worker_id="w")
 
 def sink(**settings: Any) -> SinkConfig:
     """Any free ports, and no heartbeats to speak of."""
-    defaults = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, "heartbeat_s": 3600.0}
+    defaults: dict[str, Any] = {
+        "endpoint": LOOPBACK,
+        "replay_endpoint": LOOPBACK,
+        "heartbeat_s": 3600.0,
+    }
     return SinkConfig(**defaults | settings)
 
 
 def config(folder: Path, *sinks: SinkConfig, **settings: Any) -> SidecarConfig:
     """State is kept in `folder`."""
-    defaults = {"sinks": sinks or (sink(),), "linger_s": 0.0, "state_dir": str(folder)}
+    defaults: dict[str, Any] = {
+        "sinks": sinks or (sink(),),
+        "linger_s": 0.0,
+        "state_dir": str(folder),
+    }
     return SidecarConfig(**defaults | settings)
 
 
@@ -92,7 +100,10 @@ def state_of(sidecar: Sidecar) -> dict[str, Any]:
 class Nothing:
     """A source of records that has none: for a worker that publishes batches of its own."""
 
-    page_size, hash_format, retelling = 4, HashFormat.SGLANG, False
+    hash_format, retelling = HashFormat.SGLANG, False
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
 
     def take_records(self) -> list[Record]:
         return []
@@ -248,6 +259,9 @@ class Engine(RawPublisher):
         self.retained: dict[int, bytes] = {}
         self.seq = 0
         """Of the next batch."""
+
+    def __enter__(self) -> Engine:
+        return self
 
     def await_next_subscriber(self) -> None:
         """Until someone has subscribed, after whoever left meanwhile."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import resource
@@ -12,15 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from publisher_journal_writer import entry, head
+from publisher_rig import open_fds
 
 from kvevents import KVEventsError
 from publisher.journal import Entry, Head, Journal, Kind, read_journal
 
-HEAD = Head(b"l" * 16, b"worker", (("a", "spelling", 7),), 3, True, False, b"")
+HEAD = head(3)
 Entries = st.builds(
     Entry,
     st.sampled_from([kind for kind in Kind if kind < Kind.HEAD]),
@@ -29,15 +31,6 @@ Entries = st.builds(
     st.integers(0, 255),
     st.integers(0, 2**16 - 1),
 )
-
-
-def entry(number: int) -> Entry:
-    """A different one for every number."""
-    return Entry(Kind.INPUT, f"body {number}".encode() * (number % 4), number, number % 8)
-
-
-def head(expected: int) -> Head:
-    return msgspec.structs.replace(HEAD, expected=expected)
 
 
 def write(journal: Journal, *generations: tuple[int, int]) -> None:
@@ -73,6 +66,14 @@ def history(folder: Path) -> tuple[int, int] | None:
 
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def due(journal: Journal) -> bool:
+    return journal.due
+
+
+def failure(journal: Journal) -> str | None:
+    return journal.failure
 
 
 @contextmanager
@@ -132,7 +133,15 @@ def test_files_are_private(tmp_path: Path) -> None:
 def test_nothing_is_read_where_nothing_was_written(tmp_path: Path) -> None:
     """An empty folder, one that is not there, one with files of others: no history."""
     assert list(read_journal(tmp_path)) == list(read_journal(tmp_path / "absent")) == []
-    for name in ("lock", "seq-a", "entries-", "entries-x", "checkpoint-1", "entries-²", "entries-٣"):
+    for name in (
+        "lock",
+        "seq-a",
+        "entries-",
+        "entries-x",
+        "checkpoint-1",
+        "entries-²",
+        "entries-٣",
+    ):
         (tmp_path / name).write_bytes(b"kvjrnl\0\1")
     assert list(read_journal(tmp_path)) == []
     Journal(tmp_path).close()
@@ -142,7 +151,7 @@ def test_two_generations_are_kept(tmp_path: Path) -> None:
     """The history goes back to the older checkpoint; what is before it is removed."""
     journal = Journal(tmp_path)
     stops = [0, 3, 7, 8, 12]
-    for number, (first, stop) in enumerate(zip(stops, stops[1:], strict=False), 1):
+    for number, (first, stop) in enumerate(itertools.pairwise(stops), 1):
         write(journal, (first, stop))
         assert history(tmp_path) == (stops[max(0, number - 2)], stop)
         kept = range(max(1, number - 1), number + 1)
@@ -159,7 +168,6 @@ def test_a_generation_counts_once_its_checkpoint_is_whole(tmp_path: Path) -> Non
     journal.begin(head(5), iter([b"piece", b"5"]))
     journal.append(entry(5))
     journal.advance(1)
-    assert journal.checkpointing
     assert history(tmp_path) == (0, 6)
     assert "checkpoint-00000003.part" in files(tmp_path)
     while journal.checkpointing:
@@ -192,21 +200,21 @@ def test_a_generation_is_due_by_its_bytes(tmp_path: Path) -> None:
     """After `limit_bytes` of entries, or as many as the checkpoint has; never while one is written."""
     journal = Journal(tmp_path, limit_bytes=100)
     journal.begin(HEAD, iter([bytes(500)]))
-    assert not journal.due
+    assert not due(journal)
     journal.append(Entry(Kind.INPUT, bytes(400)))
-    assert not journal.due, "one is being written"
+    assert not due(journal), "one is being written"
     journal.advance(1 << 20)
-    assert not journal.due, "the checkpoint is larger"
+    assert not due(journal), "the checkpoint is larger"
     journal.append(Entry(Kind.INPUT, bytes(400)))
-    assert journal.due
+    assert due(journal)
     journal.close()
     journal = Journal(tmp_path, limit_bytes=100)
     journal.resume()
-    assert journal.due, "also after a restart"
+    assert due(journal), "also after a restart"
     write(journal, (0, 0))
-    assert not journal.due
+    assert not due(journal)
     journal.append(Entry(Kind.INPUT, bytes(100)))
-    assert journal.due == (journal.num_bytes >= (tmp_path / "checkpoint-00000002").stat().st_size)
+    assert due(journal) == (journal.num_bytes >= (tmp_path / "checkpoint-00000002").stat().st_size)
     journal.close()
 
 
@@ -364,17 +372,17 @@ def test_a_length_that_is_not_there_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_journal_and_nothing_else(tmp_path: Path) -> None:
-    """J3: wherever in an entry the room ends, the journal says why, leaves no file, and can begin anew."""
+    """J3: wherever in an entry the room ends, the journal says why, leaves no file, can begin anew."""
     for room in range(300, 340):
         journal = Journal(tmp_path)
         with most_bytes(room):
             write(journal, (0, 40))
-            assert journal.failure == "entries: File too large"
+            assert failure(journal) == "entries: File too large"
             assert not journal.active
             assert files(tmp_path) == []
             journal.append(entry(1))
         write(journal, (7, 9))
-        assert journal.failure is None
+        assert failure(journal) is None
         assert history(tmp_path) == (7, 9)
         journal.discard()
         journal.close()
@@ -397,13 +405,13 @@ def test_no_room_for_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("room", [0, 4])
 def test_no_room_to_begin(tmp_path: Path, room: int) -> None:
     """J3: not even for the magic word; no descriptor is left open, and no file."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_fds()
     journal = Journal(tmp_path)
     with most_bytes(room):
         journal.begin(HEAD, iter([]))
     assert journal.failure == f"{tmp_path}: File too large"
     assert files(tmp_path) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_fds() == before
 
 
 def test_a_folder_that_goes_away(tmp_path: Path) -> None:
@@ -425,27 +433,7 @@ def test_a_folder_that_goes_away(tmp_path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------- kills
 
-_WRITER = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_journal import entry, head
-from publisher.journal import Journal, read_journal
-folder, seed = Path(sys.argv[1]), int(sys.argv[3])
-journal, number = Journal(folder, limit_bytes=2000), 0
-for found in read_journal(folder):
-    number = found.head.expected + sum(1 for _ in found.entries)
-    journal.resume()
-    break
-while True:
-    if not journal.active or journal.due:
-        journal.begin(head(number), iter([b"piece", str(number).encode()]))
-    journal.append(entry(number))
-    os.write(1, number.to_bytes(8, "little"))
-    number += 1
-    if number % (seed + 2) == 0:
-        journal.advance(30)
-"""
+WRITER = Path(__file__).with_name("publisher_journal_writer.py")
 
 
 @pytest.mark.integration
@@ -456,7 +444,7 @@ def test_a_kill_leaves_a_beginning(tmp_path: Path) -> None:
     rng, stop = random.Random(5), 0
     for seed in range(4):
         with subprocess.Popen(
-            [sys.executable, "-c", _WRITER, str(tmp_path), str(Path(__file__).parent), str(seed)],
+            [sys.executable, str(WRITER), str(tmp_path), str(seed + 2)],
             stdout=subprocess.PIPE,
         ) as writer:
             assert writer.stdout is not None

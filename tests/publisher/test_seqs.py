@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from publisher_rig import open_fds
 
 from publisher.seqs import MAX_KEPT_SEQ, SeqFile
 
@@ -45,9 +46,7 @@ def kept_by(path: Path, *seqs: int) -> bytes:
 
 
 @given(seqs=st.lists(Seqs, min_size=1, max_size=4))
-def test_the_last_seq_is_found(
-    tmp_path_factory: pytest.TempPathFactory, seqs: list[int]
-) -> None:
+def test_the_last_seq_is_found(tmp_path_factory: pytest.TempPathFactory, seqs: list[int]) -> None:
     """Whatever was written last is what the next process finds, also where it is less than before."""
     path = tmp_path_factory.getbasetemp() / "seq-found"
     kept_by(path, *seqs)
@@ -143,11 +142,11 @@ def test_what_cannot_be_made_is_an_oserror(tmp_path: Path) -> None:
 
 def test_close_twice(tmp_path: Path) -> None:
     """The second close does nothing, and no descriptor is left."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_fds()
     kept = SeqFile(tmp_path / "seq")
     kept.close()
     kept.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_fds() == before
 
 
 # --------------------------------------------------------------------------------- full disks
@@ -155,7 +154,7 @@ def test_close_twice(tmp_path: Path) -> None:
 
 def test_no_room_is_an_oserror(tmp_path: Path) -> None:
     """Where a file may have no bytes, making one raises; nothing is left open."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_fds()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
     try:
@@ -163,7 +162,7 @@ def test_no_room_is_an_oserror(tmp_path: Path) -> None:
             SeqFile(tmp_path / "seq")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_fds() == before
 
 
 _ON_A_FULL_DISK = """

@@ -266,7 +266,7 @@ A, B = "tcp://127.0.0.1:24557", "tcp://127.0.0.1:24558"
     [
         (
             {"sinks": (SinkConfig(endpoint=A, replay_endpoint=B),)},
-            r"^sinks\[0\]\.replay_endpoint: .*24558.*sinks\[0\]\.endpoint.* ranks 0\.\.1",
+            r"^sinks\[0\]\.replay_endpoint: .*24558 \(ranks 0\.\.1\) .* of sinks\[0\]\.endpoint, .*24557",
         ),
         (
             {
@@ -279,11 +279,11 @@ A, B = "tcp://127.0.0.1:24557", "tcp://127.0.0.1:24558"
         ),
         (
             {"sinks": (SinkConfig(endpoint="tcp://127.0.0.1:65535", replay_endpoint=None),)},
-            r"^sinks\[0\]\.endpoint: .*65536",
+            r"^sinks\[0\]\.endpoint: port 65535 \+ rank 1 .* is above 65535",
         ),
         (
             {"sinks": (sink(topic="{namespace}"),)},
-            r"^sinks\[0\]\.topic: .*namespace.*NAMESPACE",
+            r": sinks\[0\]\.topic: \{namespace\} .*has no NAMESPACE",
         ),
     ],
     ids=["overlap", "itself", "port", "no value"],
@@ -339,8 +339,8 @@ def test_a_sink_starts_over_and_tells_everything(tmp_path: Path) -> None:
         with Subscriber(*_addresses(rebased)) as subscriber:
             index = BlockIndex()
             work(sidecar, cache, 900)
-            assert flushed(sidecar, cache) == (902, 902) or flushed(sidecar, cache) == (901, 901)
-            assert follow(subscriber, index, cache) == list(range(flushed(sidecar, cache)[0]))
+            assert flushed(sidecar, cache) == (901, 901)
+            assert follow(subscriber, index, cache) == list(range(901))
             work(sidecar, cache, 150)
             seqs = follow(subscriber, index, cache)
             fall = seqs.index(0)

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from publisher_rig import PATIENCE_S, eventually
+from publisher_rig import PATIENCE_S, eventually, open_fds
 
 from publisher.state_folder import StateError, StateFolder, default_root
 
@@ -24,10 +24,10 @@ def mode(path: Path) -> int:
 
 def refused(root: Path, name: str = "w", wait_s: float = 0.0) -> str:
     """Why there is no such folder; no descriptor is left open."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_fds()
     with pytest.raises(StateError) as error:
         StateFolder(root, name, wait_s=wait_s)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_fds() == before
     return str(error.value)
 
 
@@ -142,8 +142,9 @@ def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
         assert said == f"state_dir: {tmp_path / 'w'}: in use by the sidecar with pid {holder.pid}"
         StateFolder(tmp_path, "other", wait_s=0).close()
         holder.kill()
+    (tmp_path / "w" / "lock").write_text("9" * 20)
     folder = StateFolder(tmp_path, "w", wait_s=0)
-    assert (folder.path / "lock").read_text() == str(os.getpid()), "not the longer pid's rest"
+    assert (folder.path / "lock").read_text() == str(os.getpid()), "nothing of a longer one is left"
     folder.close()
 
 
@@ -156,7 +157,7 @@ def test_it_waits_for_an_earlier_one(tmp_path: Path) -> None:
     lock = str(first.path / "lock")
 
     def both_have_it_open() -> int | None:
-        fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        fds = Path("/proc/self/fd").iterdir()
         return 2 if [os.path.realpath(fd) for fd in fds].count(lock) == 2 else None
 
     eventually(both_have_it_open)
