@@ -4,13 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check format bench stress clean
+.PHONY: demo test test-cache test-sidecar check format bench stress clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvevents demo
 
+# Two at a time: those of the cache compute, those of the sidecar wait. What each says comes at its end.
 test: check
-	$(BIN)/pytest
+	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-cache test-sidecar
+
+test-cache: $(INSTALLED)
+	$(BIN)/pytest -o cache_dir=.pytest_cache/cache tests/kvevents tests/hicache
+
+test-sidecar: $(INSTALLED)
+	$(BIN)/pytest -o cache_dir=.pytest_cache/sidecar --ignore=tests/kvevents --ignore=tests/hicache
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -17,6 +17,10 @@ from kvevents.records import BlockId, Clear, Record, Remove, StoreKnown, StoreNe
 __all__ = ["NullRecorder", "Recorder", "ResidencyRecorder"]
 
 
+_NODE_BLOCKS = 2
+"""A node costs as much to tell as so many blocks more than it has."""
+
+
 class ResidencyRecorder(Protocol):
     """What `Residency` calls, once a change is true."""
 
@@ -132,17 +136,18 @@ class Recorder:
                 self._done(node)
 
     def _tell_path(self, node: Node, num_blocks: int) -> int:
-        """Tell `node` and its untold ancestors, from the top, as far as `num_blocks` reaches."""
-        told = 0
+        """Tell `node` and its untold ancestors, from the top, as far as `num_blocks` reaches; returns
+        how far, in blocks' worth.
+        """
+        spent = 0
         for untold in reversed(self._untold_path(node)):
-            part = untold
-            if untold.num_pages > num_blocks - told:
-                part = self._tree.split(untold, num_blocks - told)
-            self._tell(part)
-            told += part.num_pages
-            if told == num_blocks:
+            room = num_blocks - spent
+            if room <= 0:
                 break
-        return told
+            part = self._tree.split(untold, room) if untold.num_pages > room else untold
+            self._tell(part)
+            spent += part.num_pages + _NODE_BLOCKS
+        return spent
 
     def _done(self, node: Node) -> None:
         if self._waiting:

@@ -79,7 +79,7 @@ class Attendant:
         self._client, self._door = client, client.door
         self._start, self._respawn, self._ready_s = start, respawn, ready_s
         self._door.ready_s = ready_s
-        client.expecting = True
+        client.expecting = client.attended = True
         self.state = SidecarState.AWAITED
         self.pid = 0
         """The child's or, without one, the sidecar's that was let in last."""
@@ -141,6 +141,7 @@ class Attendant:
             if self.state is not SidecarState.GIVEN_UP:
                 self.state = SidecarState.CLOSED
             self._end_child()
+            self._client.attended = False
             self._door.close()
             self.settled.set()
 

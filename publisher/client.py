@@ -6,7 +6,7 @@ K1  Publishing never waits and never raises: what does not fit into the ring, or
 K2  Whatever was refused is repaired: the sidecar sees the hole and asks, and the next pumps tell the
     cache's state anew.
 K3  A pump tells at most `RETELL_BLOCKS` blocks of a re-telling, fewer where so many would not fit into
-    the ring, and none while the ring is over half full. Re-tellings begin at most every
+    the ring, and none while more than a sixteenth of the ring is in use. Re-tellings begin at most every
     `retell_interval_s`, so that one which cannot succeed costs little.
 K4  The first pump begins with a re-telling: what the cache held before there was a sidecar is told too.
 K5  Closing while another thread publishes is safe: whichever of the two is last lets go of the ring.
@@ -125,6 +125,8 @@ class SidecarClient:
             raise
         self.expecting: bool | None = None
         """Whether a sidecar is there or will come, as who attends the door says; None: nobody does."""
+        self.attended = False
+        """Whether another thread waits at the door."""
         self._connection: socket.socket | None = None
         self._arrivals: deque[socket.socket] = deque()
         """The connection that was let in last, until the scheduler's thread takes it."""
@@ -268,7 +270,7 @@ class SidecarClient:
 
     def _leave(self) -> None:
         self._guard.release()
-        if self._closed:
+        if self._closed and not self.attended:
             self._let_go()
 
     def _pump(self, source: RecordSource) -> bool:
@@ -278,7 +280,7 @@ class SidecarClient:
             source.begin_retell()
             self._stats.retellings += self._answered >= 0
             flags, self._answered = FRESH, wanted
-        telling = source.retelling and self._half_free()
+        telling = source.retelling and self._nearly_free()
         if telling:
             source.retell(self._num_blocks)
         records = source.take_records()
@@ -328,6 +330,10 @@ class SidecarClient:
             gone = True
         if gone:
             self._disconnect()
+
+    def _nearly_free(self) -> bool:
+        """Whether the sidecar keeps up: what changes meanwhile is not to wait behind a re-telling."""
+        return self._ring.free_bytes * 16 >= self._ring.capacity * 15
 
     def _half_free(self) -> bool:
         return self._ring.free_bytes * 2 >= self._ring.capacity
@@ -455,9 +461,13 @@ class SidecarClient:
                         send(connection, Close())
 
     def close(self) -> None:
-        """Stop, and let go of everything. Does not wait for the sidecar. Safe to call twice."""
+        """Stop, and let go of everything. Does not wait for the sidecar. Safe to call twice.
+
+        While a thread attends the door, that is `Sidecar.close`'s to do, and this only stops.
+        """
         self.stop()
-        self._let_go()
+        if not self.attended:
+            self._let_go()
 
     def _let_go(self) -> None:
         """Unless a call is under way: then its end comes here again (K5)."""

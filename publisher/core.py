@@ -9,10 +9,13 @@ C2  A start is warm when the journal is of this link, and no sink has published 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -21,7 +24,7 @@ from kvevents.errors import KVEventsError
 from kvevents.events import AllBlocksCleared, Event
 from kvevents.index import BlockIndex
 from publisher.config import SinkConfig, WorkerInfo
-from publisher.journal import Entry, Head, Journal, Kind, Recovered, read_journal
+from publisher.journal import Entry, Head, HeadSink, Journal, Kind, Recovered, read_journal
 from publisher.link import BATCH, FRESH, LOST
 from publisher.output import SNAPSHOT_BLOCKS, Frame, Output
 from publisher.replica import Replica
@@ -34,6 +37,16 @@ __all__ = ["Core", "Numbered"]
 _CHECKPOINT_BYTES = 128 << 10
 """Of a checkpoint written in one turn."""
 _JOURNAL_RETRY_S = 30.0
+_RECOVERY_S = 4.0
+"""A journal that takes longer to take up is left alone: the worker tells its state as fast."""
+_GENERATION_S = 1.0
+"""What the inputs of a generation may have cost to apply, for they cost as much to take up."""
+_CHECKPOINT_SHARE = 4
+"""Or so many times what its checkpoint has cost to write."""
+_NAMES = "sinks"
+"""The file that names the sinks of which there are seqs."""
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("kvevents.sidecar")
 
@@ -76,9 +89,13 @@ class Core:
         self._seqs: list[SeqFile | None] = [None] * len(sinks)
         self.journal: Journal | None = None
         self._journal_retry_at = 0.0
+        self._applied_s = self._checkpoint_s = 0.0
+        """Processor time that inputs and checkpoint of this generation have taken."""
+        self._folder = folder
         self._kept_names: set[str] = set()
-        """Of the sinks that an earlier process kept a journal for."""
+        """Of the sinks that earlier processes kept a seq for."""
         if folder is not None:
+            self._kept_names = _read_names(folder)
             self._seqs = [SeqFile(folder / f"seq-{name}") for name in names]
             if with_journal:
                 self.journal = Journal(folder)
@@ -148,18 +165,21 @@ class Core:
     # --------------------------------------------------------------------------- recovery
 
     def _recover(self, folder: Path) -> bool:
+        deadline = time.monotonic() + _RECOVERY_S
         for found in read_journal(folder):
-            self._kept_names |= {name for name, _, _ in found.head.sinks}
+            self._kept_names |= {sink.name for sink in found.head.sinks}
             try:
-                self._rebuild(found)
+                self._rebuild(found, deadline)
             except KVEventsError as error:
                 _log.warning("the journal in %s cannot be taken up: %s", folder, error)
                 continue
             return True
         return False
 
-    def _rebuild(self, found: Recovered) -> None:
-        """Replica and outputs as an earlier process had them. Raises KVEventsError (C2)."""
+    def _rebuild(self, found: Recovered, deadline: float) -> None:
+        """Replica and outputs as an earlier process had them. Raises KVEventsError (C2), also when it is
+        not done by `deadline`.
+        """
         head = found.head
         if head.link_id != self._link_id:
             raise KVEventsError("it is of another worker")
@@ -175,17 +195,20 @@ class Core:
             ts=head.ts,
         )
         base = BlockIndex()
-        for events in replica.freeze().snapshot(SNAPSHOT_BLOCKS):
+        for events in _until(deadline, replica.freeze().snapshot(SNAPSHOT_BLOCKS)):
             base.apply(events)
-        known = {(name, spelling): seq for name, spelling, seq in head.sinks}
+        known = {(sink.name, sink.spelling): sink for sink in head.sinks}
         ours = list(zip(self._names, self._fingerprints, strict=True))
         outputs = {
-            key: self._output(number, known[key], base.fork())
+            key: self._output(number, known[key].next_seq, base.fork())
             for number, key in enumerate(ours)
             if key in known
         }
-        theirs = [outputs.get((name, spelling)) for name, spelling, _ in head.sinks]
-        self._replay(found.entries, replica, theirs)
+        for key, output in outputs.items():
+            if known[key].telling:
+                output.await_snapshot()
+        theirs = [outputs.get((sink.name, sink.spelling)) for sink in head.sinks]
+        self._replay(_until(deadline, found.entries), replica, theirs)
         for number, key in enumerate(ours):
             kept = self._seqs[number]
             if key in outputs and kept and outputs[key].next_seq < (kept.found or 0):
@@ -198,7 +221,7 @@ class Core:
             for number, key in enumerate(ours)
         ]
         self._told_before = [key in outputs for key in ours]
-        self._same_sinks = ours == [(name, spelling) for name, spelling, _ in head.sinks]
+        self._same_sinks = ours == [(sink.name, sink.spelling) for sink in head.sinks]
 
     def _replay(
         self, entries: Iterable[Entry], replica: Replica, outputs: list[Output | None]
@@ -220,6 +243,8 @@ class Core:
     def start(self) -> list[Numbered]:
         """Begin, once every socket is bound: what the sinks publish first."""
         ts = self._clock()
+        if self._folder is not None:
+            _add_names(self._folder, self._kept_names, self._names)
         if not self.warm:
             if self.journal is not None:
                 self.journal.discard()
@@ -236,18 +261,20 @@ class Core:
         else:
             published = self.cut()
             self.journal.discard()
+        for output, told_before in zip(self.outputs, self._told_before, strict=True):
+            if output.snapshotting or not told_before:
+                output.begin_snapshot(self.replica.freeze())
+        if not self._same_sinks:
             self._begin_generation()
         for kept, output in zip(self._seqs, self.outputs, strict=True):
             if kept is not None:
                 kept.write(output.next_seq)
-        for output, told_before in zip(self.outputs, self._told_before, strict=True):
-            if output.snapshotting or not told_before:
-                output.begin_snapshot(self.replica.freeze())
         return published
 
     def apply(self, inputs: list[Input], now: float) -> list[Numbered]:
         """Keep and apply inputs; the batches to send. `now` is monotonic."""
         published: list[Numbered] = []
+        began = time.thread_time()
         for given in inputs:
             if self.replica.in_step or given.flags & (FRESH | BATCH | LOST):
                 self._keep(Entry(Kind.INPUT, given.body, given.number, given.flags))
@@ -256,6 +283,7 @@ class Core:
                 continue
             for number, output in enumerate(self.outputs):
                 published += [Numbered(number, frame) for frame in output.tell(told, now)]
+        self._applied_s += time.thread_time() - began
         return self._ready(published)
 
     def own(self, number: int, events: list[Event]) -> list[Numbered]:
@@ -319,7 +347,10 @@ class Core:
         """Write some of the checkpoint, or begin another generation: nothing may be held then."""
         if self.journal is None:
             return []
-        self.journal.advance(_CHECKPOINT_BYTES)
+        if self.journal.checkpointing:
+            began = time.thread_time()
+            self.journal.advance(_CHECKPOINT_BYTES)
+            self._checkpoint_s += time.thread_time() - began
         published: list[Numbered] = []
         if self._generation_due(now):
             published = self.cut()
@@ -332,7 +363,10 @@ class Core:
         """Whether the journal has grown enough, or failed long enough ago, to begin another."""
         journal = self.journal
         assert journal is not None
-        return journal.due or (not journal.active and now >= self._journal_retry_at)
+        if not journal.active:
+            return now >= self._journal_retry_at
+        costly = self._applied_s >= max(_GENERATION_S, _CHECKPOINT_SHARE * self._checkpoint_s)
+        return journal.due or (costly and not journal.checkpointing)
 
     def _begin_generation(self) -> None:
         if self.journal is None:
@@ -341,7 +375,7 @@ class Core:
             self._link_id,
             msgspec.msgpack.encode(self._worker),
             tuple(
-                (name, spelling, output.next_seq)
+                HeadSink(name, spelling, output.next_seq, output.snapshotting)
                 for name, spelling, output in zip(
                     self._names, self._fingerprints, self.outputs, strict=True
                 )
@@ -352,6 +386,7 @@ class Core:
             self.replica.last_batch,
             self.replica.ts,
         )
+        self._applied_s = self._checkpoint_s = 0.0
         self.journal.begin(head, self.replica.freeze().saved())
         self.journal.advance(_CHECKPOINT_BYTES)
 
@@ -376,3 +411,27 @@ class Core:
         for kept in self._seqs:
             if kept is not None:
                 kept.close()
+
+
+def _until(deadline: float, items: Iterable[_T]) -> Iterator[_T]:
+    """Raises KVEventsError once `deadline` is past."""
+    for item in items:
+        yield item
+        if time.monotonic() > deadline:
+            raise KVEventsError(f"it takes longer than {_RECOVERY_S:g} s")
+
+
+def _read_names(folder: Path) -> set[str]:
+    """The sinks whose seqs were kept in `folder`."""
+    try:
+        return set((folder / _NAMES).read_text().split())
+    except (OSError, ValueError):
+        return set()
+
+
+def _add_names(folder: Path, known: set[str], names: Iterable[str]) -> None:
+    """Note that these have a seq too; without it, one that is gone would not be missed."""
+    if known.issuperset(names):
+        return
+    with contextlib.suppress(OSError):
+        (folder / _NAMES).write_text("".join(f"{name}\n" for name in sorted(known.union(names))))

@@ -24,12 +24,13 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from kvevents.errors import KVEventsError
 
-__all__ = ["Entry", "Head", "Journal", "Kind", "Recovered", "read_journal"]
+__all__ = ["Entry", "Head", "HeadSink", "Journal", "Kind", "Recovered", "read_journal"]
 
 _MAGIC = b"kvjrnl\0\1"
 _header = struct.Struct("<IIBBHQ")
@@ -71,12 +72,23 @@ class Entry:
     sink: int = 0
 
 
+class HeadSink(NamedTuple):
+    """A sink at a checkpoint. `spelling`: a fingerprint of how it spells. `telling`: the state is yet to
+    be told on it, all of it.
+    """
+
+    name: str
+    spelling: str
+    next_seq: int
+    telling: bool
+
+
 class Head(msgspec.Struct, frozen=True):
-    """What a checkpoint is of. `sinks`: name, fingerprint of how it spells, and next seq, of each."""
+    """What a checkpoint is of."""
 
     link_id: bytes
     worker: bytes
-    sinks: tuple[tuple[str, str, int], ...]
+    sinks: tuple[HeadSink, ...]
     expected: int
     in_step: bool
     tells_batches: bool

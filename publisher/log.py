@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvevents.events import AllBlocksCleared, Event
 from kvevents.frames import JOIN
 from kvevents.index import BlockIndex
 
-__all__ = ["RetainedLog"]
+__all__ = ["RetainedLog", "num_blocks", "snapshot_batches"]
 
 Answer: TypeAlias = tuple[int, bytes]
 
@@ -59,7 +59,7 @@ class _Snapshot:
         self.since: list[_Retained] = []
         """Frames from `first` on that the log has dropped."""
         self._encode = encode
-        self._rest: Iterator[list[Event]] | None = _batches_of(state, blocks_per_batch)
+        self._rest: Iterator[list[Event]] | None = snapshot_batches(state, blocks_per_batch)
         self._made: list[bytes] = []
 
     def payloads(self) -> Iterator[bytes]:
@@ -77,8 +77,15 @@ class _Snapshot:
         return True
 
 
-def _batches_of(state: BlockIndex, per_batch: int) -> Iterator[list[Event]]:
-    """The state, parents first; the first batch clears."""
+class Tellable(Protocol):
+    """A state of a moment, that can be told."""
+
+    def snapshot(self, blocks_per_event: int, /) -> Iterator[Sequence[Event]]:
+        """Events that tell all of it, parents first; those of one stretch of blocks at a time."""
+
+
+def snapshot_batches(state: Tellable, per_batch: int) -> Iterator[list[Event]]:
+    """The state in batches of about `per_batch` blocks, parents first; the first of them clears."""
     batch: list[Event] = [AllBlocksCleared()]
     blocks = 0
     for events in state.snapshot(per_batch):
@@ -86,8 +93,15 @@ def _batches_of(state: BlockIndex, per_batch: int) -> Iterator[list[Event]]:
             yield batch
             batch, blocks = [], 0
         batch += events
-        blocks += len(events[0].block_hashes)
+        blocks += num_blocks(events[:1])
     yield batch
+
+
+def num_blocks(events: Sequence[Event]) -> int:
+    """Blocks that the events speak of, once for each event."""
+    return sum(
+        len(event.block_hashes) for event in events if not isinstance(event, AllBlocksCleared)
+    )
 
 
 class RetainedLog:
@@ -239,7 +253,7 @@ class RetainedLog:
         frames = frames[moved:]
         if seq < first:
             per_batch = max(self._snapshot_blocks, -(-len(state) // (first - seq)))
-            for batch in _batches_of(state, per_batch):
+            for batch in snapshot_batches(state, per_batch):
                 if self._is_past(end):
                     return
                 yield seq, self._encode(batch)
@@ -252,10 +266,6 @@ def _move(state: BlockIndex, frames: list[_Retained], at: int) -> int:
     begin, blocks = at, 0
     while at < len(frames) and (blocks < _MOVED_BLOCKS or at < begin + 2):
         state.apply(frames[at].events)
-        blocks += 1 + sum(
-            len(event.block_hashes)
-            for event in frames[at].events
-            if not isinstance(event, AllBlocksCleared)
-        )
+        blocks += 1 + num_blocks(frames[at].events)
         at += 1
     return at

@@ -19,7 +19,7 @@ from kvevents.events import AllBlocksCleared, Event
 from kvevents.index import BlockIndex
 from kvevents.merge import merge_events
 from publisher.journal import Entry, Kind
-from publisher.log import RetainedLog
+from publisher.log import RetainedLog, num_blocks, snapshot_batches
 from publisher.replica import FrozenReplica, Told
 
 __all__ = ["SNAPSHOT_BLOCKS", "Frame", "Output"]
@@ -123,7 +123,7 @@ class Output:
         if not self._held:
             self._held_since = now
         self._held.append(told)
-        self._held_blocks += _num_blocks(told.events)
+        self._held_blocks += num_blocks(told.events)
         return []
 
     def cut_at(self) -> float:
@@ -167,7 +167,11 @@ class Output:
         """Tell the whole state anew, which is `state` now; `snapshot_part` publishes it."""
         self._record(Entry(Kind.SNAPSHOT, sink=self._number))
         self._start_snapshot()
-        self._snapshot = _batches(state)
+        self._snapshot = snapshot_batches(state, SNAPSHOT_BLOCKS)
+
+    def await_snapshot(self) -> None:
+        """Hold what is told: `begin_snapshot` follows."""
+        self._start_snapshot()
 
     def snapshot_part(self, ts: float) -> list[Frame]:
         """The next batch of it; after the last, what was told meanwhile."""
@@ -225,21 +229,3 @@ class Output:
                 self._end_snapshot()
             case _:
                 raise KVEventsError(f"journal: {entry.kind.name} at seq {self.next_seq}")
-
-
-def _num_blocks(events: list[Event]) -> int:
-    return sum(
-        len(event.block_hashes) for event in events if not isinstance(event, AllBlocksCleared)
-    )
-
-
-def _batches(state: FrozenReplica) -> Iterator[list[Event]]:
-    batch: list[Event] = [AllBlocksCleared()]
-    blocks = 0
-    for events in state.snapshot(SNAPSHOT_BLOCKS):
-        if blocks >= SNAPSHOT_BLOCKS:
-            yield batch
-            batch, blocks = [], 0
-        batch += events
-        blocks += _num_blocks(events[:1])
-    yield batch

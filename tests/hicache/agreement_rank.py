@@ -366,7 +366,10 @@ def page_files(directory: Path) -> list[Path]:
     """Every page of a store, in order. Folders may go meanwhile: a store that was cleared is put aside
     and removed in the background, and `rglob` of a folder that goes raises."""
     return sorted(
-        Path(folder, name) for folder, _, names in os.walk(directory) for name in names if name.endswith(".kv")
+        Path(folder, name)
+        for folder, _, names in os.walk(directory)
+        for name in names
+        if name.endswith(".kv")
     )
 
 

@@ -120,9 +120,7 @@ class StoryWorker:
         return [self._new(block, medium)], [self._stored(block, medium)]
 
     def _stored(self, block: Block, medium: StorageMedium) -> BlockStored:
-        return BlockStored(
-            [block.hash], block.parent_hash, block.tokens, BLOCK_SIZE, medium=medium
-        )
+        return BlockStored([block.hash], block.parent_hash, block.tokens, BLOCK_SIZE, medium=medium)
 
     def _removable(self) -> list[tuple[Block, StorageMedium]]:
         below = {(block.parent, medium) for block in self.blocks for medium in block.media}
@@ -138,6 +136,5 @@ class StoryWorker:
             (block, medium)
             for block in self.blocks
             for medium in MEDIA
-            if medium not in block.media
-            and (block.parent is None or medium in block.parent.media)
+            if medium not in block.media and (block.parent is None or medium in block.parent.media)
         ]

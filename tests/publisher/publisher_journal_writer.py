@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from publisher.journal import Entry, Head, Journal, Kind, read_journal
+from publisher.journal import Entry, Head, HeadSink, Journal, Kind, read_journal
 
 __all__ = ["entry", "head"]
 
@@ -18,7 +18,7 @@ def entry(number: int) -> Entry:
 
 def head(expected: int) -> Head:
     """Of a generation that begins with the entry `expected`."""
-    sinks = (("a", "spelling", 7),)
+    sinks = (HeadSink("a", "spelling", 7, telling=False),)
     return Head(b"l" * 16, b"worker", sinks, expected, True, False, b"")
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Event as Flag
-from threading import Thread
 from types import TracebackType
 
 import zmq
@@ -27,14 +26,12 @@ from kvevents.frames import (
     replay_answer,
     replay_end,
 )
-from publisher import Batch, Received, SidecarClient, Subscriber, WorkerInfo
-from publisher.source import LinkSource
+from publisher import Batch, Received, Subscriber
 
 __all__ = [
     "ENVIRONMENT",
     "LOOPBACK",
     "PATIENCE_S",
-    "Link",
     "RawPublisher",
     "children_of",
     "eventually",
@@ -91,53 +88,6 @@ def insert(cache: HiRadixCache, tokens: Sequence[int], namespace: Namespace = BA
         found = cache.insert(tokens, pages, namespace, first_page=match.num_pages)
         cache.free(pages[: found.num_existing - match.num_pages])
     cache.unlock(match.node)
-
-
-# ------------------------------------------------------------------------------------------ links
-
-
-class Link:
-    """Both ends of a link in this process, past the handshake; one thread may use both by turns."""
-
-    def __init__(
-        self, block_size: int = 4, ring_bytes: int = 1 << 16, retell_interval_s: float = 0
-    ) -> None:
-        with short_folder() as folder:
-            worker = WorkerInfo(block_size=block_size, dp_rank=3, worker_id="w")
-            self.client = SidecarClient(
-                folder / "link", worker, ring_bytes=ring_bytes, retell_interval_s=retell_interval_s
-            )
-            sources: list[LinkSource] = []
-
-            def connect() -> None:
-                sources.append(LinkSource(folder / "link", timeout_s=PATIENCE_S))
-                sources[0].ready(())
-
-            thread = Thread(target=connect)
-            thread.start()
-            self.pid = self.client.accept(time.monotonic() + PATIENCE_S)
-            thread.join()
-        self.source = sources[0]
-        self.index = BlockIndex()
-
-    def take(self, most: int = 1_000_000) -> int:
-        """Let the source take messages and the router apply them; how many were told."""
-        told, _ = self.source.take(most)
-        for one in told:
-            self.index.apply(one.events)
-        return len(told)
-
-    def __enter__(self) -> Link:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.client.close()
-        self.source.close()
 
 
 # ----------------------------------------------------------------------------- a publisher by hand

@@ -8,26 +8,22 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-import pytest
 from core_rig import BLOCK_SIZE, StoryWorker
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvevents import AllBlocksCleared, BlockIndex
-from kvevents.index import Oddities
 from kvevents.codec import decode_batch
+from kvevents.index import Oddities
 from publisher.config import SinkConfig, WorkerInfo
 from publisher.core import Core, Numbered
 from publisher.link import LOST
 from publisher.output import Output
 from publisher.source import Input
-from publisher.state_folder import StateError
 
 PLAIN = SinkConfig(name="plain", buffer_steps=8)
-MERGED = SinkConfig(
-    name="merged", buffer_steps=5, coalesce_s=0.01, endpoint="tcp://127.0.0.1:5559"
-)
+MERGED = SinkConfig(name="merged", buffer_steps=5, coalesce_s=0.01, endpoint="tcp://127.0.0.1:5559")
 REBASED = SinkConfig(name="rebased", buffer_steps=6, endpoint="tcp://127.0.0.1:5561")
 msgspec.structs.force_setattr(REBASED, "rebase_after", 25)  # below what the edge allows
 LATER = SinkConfig(name="later", buffer_steps=3, endpoint="tcp://127.0.0.1:5563")
@@ -163,6 +159,8 @@ class CoreMachine(RuleBasedStateMachine):
     def killed(self, unsent: bool, torn: int) -> None:
         """kill -9: perhaps between keeping an input and sending what it says; the last entry torn."""
         assert self.core is not None
+        for output in self.core.outputs:
+            self.followers[output.name].catch_up(output)
         clears = {name: follower.clears for name, follower in self.followers.items()}
         in_step = self.core.replica.in_step and not self.worker.wants_retell
         rebasing = any(output.snapshotting or output.rebase_due for output in self.core.outputs)

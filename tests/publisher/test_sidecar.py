@@ -424,7 +424,7 @@ def test_a_killed_sidecar_costs_the_worker_nothing() -> None:
 
 
 def test_a_worker_that_leaves_is_announced() -> None:
-    """After close, subscribers still get all that was in the ring, and then AllBlocksCleared, in turn."""
+    """After a stop, subscribers still get all that was in the ring, and then AllBlocksCleared."""
     cache = make_cache(num_pages=1000)
     with spawn(WORKER, config(sink(heartbeat_s=3600.0), linger_s=0.3)) as sidecar:
         (bound,) = sidecar.client.sinks
@@ -436,7 +436,7 @@ def test_a_worker_that_leaves_is_announced() -> None:
             for step in range(1, 400):
                 insert(cache, range(step * 10, step * 10 + 4))
                 sidecar.pump(cache)
-            sidecar.client.close()
+            sidecar.client.close()  # the door stays the attendant's to close
             kill(sidecar.pid, signal.SIGCONT)
             received = receive_until(subscriber, lambda _: subscriber.next_seq == 402)
             events = [one.batch.events for one in received if isinstance(one, Batch)]

@@ -38,6 +38,7 @@ from kvevents import AllBlocksCleared, KVEventBatch, decode_batch
 from publisher import LinkError, Respawn, Sidecar, SinkConfig, WorkerInfo, spawn
 from publisher.core import Core
 from publisher.link import Bound
+from publisher.state_folder import StateError
 
 pytestmark = pytest.mark.integration
 
@@ -339,6 +340,30 @@ def test_a_lost_seq_is_a_choice(
         recorder.follow(1)
         assert recorder.events(0) == CLEARED
         assert f"{kept}: {reason}; its sink starts over at seq 0" in caplog.text
+
+
+@pytest.mark.parametrize("with_journal", [True, False])
+def test_a_seq_that_is_gone_is_missed_after_a_good_end(with_journal: bool, tmp_path: Path) -> None:
+    """Also where there is no journal, any more or ever, to tell of it; a new sink's is not missed."""
+
+    def open_core(*names: str) -> Core:
+        return Core(
+            *(WORKER, bytes(16), tuple(sink(name=name) for name in names), names, tmp_path),
+            clock=lambda: 1.0,
+            with_journal=with_journal,
+            may_reset=False,
+        )
+
+    for names in (("a",), ("a", "b")):
+        core = open_core(*names)
+        core.start()
+        core.forget()
+        core.close()
+    (tmp_path / "seq-a").unlink()
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"^on_lost_state: .*/seq-a: it is not there"):
+            open_core("a", "b", "c")
+    open_core("b", "c").close()
 
 
 def test_a_full_disk_stops_the_journal_and_nothing_else(tmp_path: Path) -> None:
