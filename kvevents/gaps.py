@@ -7,8 +7,12 @@ G1  Delivered seqs ascend, each once, without a hole that `Lost` did not report;
 G2  A hole is asked for before it is given up. What arrives meanwhile is held, at most `max_held`
     frames; beyond that the oldest go, and are asked for again.
 G3  The live stream going back to a seq it had already sent means that the publisher started over. A
-    new connection may mean it too, although the seq has gone on: `rejoin` asks for the state again.
-G4  After a hole was given up the tracker is `diverged`, until a JOIN was answered.
+    new connection may mean it too, although the seq has gone on: `reconnected` asks for the mark, a
+    batch that was delivered, and what follows. If that batch is another one there, or gone, so is the
+    run: what was held is dropped and the state asked for again. Nothing live is delivered before the
+    answer, unless none can be had.
+G4  After a hole was given up, or the question of G3, the tracker is `diverged`, until a JOIN was
+    answered.
 """
 
 from __future__ import annotations
@@ -85,8 +89,18 @@ class GapTracker:
         self._answers = self._failures = 0
         self._sought = False
         """Whether the replay under way was asked for with later frames held: for a known hole."""
+        self._joining = False
+        """Whether the replay under way brings the state: a JOIN, or what is asked for in place of one."""
         self._resume: int | None = None
         """Where to go on when a JOIN after the first is not understood."""
+        self._mark: tuple[int, bytes] | None = None
+        """The newest batch known to be of the run that the others delivered are of: it came live, or in
+        an answer that began with the mark or the state. An answer to a mere hole may be another run's.
+        """
+        self._vouched = False
+        """Whether the answer under way began so."""
+        self._same_run = True
+        """Whether the publisher is known to be in the run that was delivered."""
         self._diverged = False
 
     @property
@@ -109,17 +123,31 @@ class GapTracker:
         return [self._ask(JOIN)] if self._can_replay else []
 
     def rejoin(self) -> list[Action]:
-        """The connection is a new one, or what was given up is to be repaired: ask for the state now.
+        """What was given up is to be repaired: ask for the state now.
 
         What was held is dropped; it is in the answer, or shows as a gap.
         """
         if not self._can_replay:
             return []
         if self._expected is not None:
-            self._resume = self._expected
+            self._resume = self._expected if self._same_run else None
         self._held.clear()
         self._expected, self._failures = None, 0
         return [self._ask(JOIN)]
+
+    def reconnected(self) -> list[Action]:
+        """The live connection is a new one: find out whether the run behind it is (G3).
+
+        Not to be called after `live` with a frame of the new connection.
+        """
+        if not self._can_replay:
+            return []
+        if self._expected or self._resume:  # something was delivered
+            self._same_run = False
+        if self._mark is None or self._diverged or self._joining:
+            return self._join_anew()
+        self._failures = 0
+        return [self._ask(self._mark[0])]
 
     def live(self, seq: int, payload: bytes) -> list[Action]:
         """A frame came on the live socket."""
@@ -135,6 +163,10 @@ class GapTracker:
         """A frame came in answer to a replay."""
         if self._asked is None:
             return []
+        if self._asked == JOIN:
+            self._same_run = True
+        elif not self._same_run:
+            return self._compare(seq, payload)
         expected = self._expected
         if expected is None:  # a snapshot is where the stream begins
             expected = seq if self._asked == JOIN else self._asked
@@ -145,10 +177,9 @@ class GapTracker:
         while self._held and self._held[0][0] < seq:  # the log has dropped what came live
             early, text = self._held.popleft()
             if early >= expected:
-                actions += [*_lost(expected, early), Deliver(early, text, replayed=False)]
+                actions += [*_lost(expected, early), self._deliver(early, text, replayed=False)]
                 expected = early + 1
-        self._expected = seq + 1
-        return [*actions, *_lost(expected, seq), Deliver(seq, payload, replayed=True)]
+        return [*actions, *_lost(expected, seq), self._deliver(seq, payload, replayed=True)]
 
     def end(self) -> list[Action]:
         """The replay's end marker came."""
@@ -157,9 +188,11 @@ class GapTracker:
             return []
         self._failures = 0
         if asked == JOIN and not self._answers:
-            self._expected, self._resume = self._resume, None
-            return [self._ask(self._expected or 0)]
-        self._resume, self._diverged = None, False
+            return self._ask_without_join()
+        if not self._same_run:
+            return self._join_anew()
+        if self._joining:
+            self._joining, self._resume, self._diverged = False, None, False
         if self._expected is None:  # nothing had been published when this was answered
             self._expected = 0
             return self._release(gave_up=False)
@@ -171,9 +204,13 @@ class GapTracker:
             return []
         self._failures += 1
         if self._failures < self._attempts:
-            start = self._asked if self._expected is None else self._expected
-            return [self._ask(start)]
-        self._asked, self._failures, self._diverged = None, 0, True
+            return [self._ask(self._start_again(self._asked))]
+        self._asked, self._failures = None, 0
+        self._joining, self._diverged = False, True
+        if not self._same_run:  # nor known to be in another: what was delivered may hold or not
+            self._expected = None
+        elif self._expected is None:
+            self._expected, self._resume = self._resume, None
         return self._release(gave_up=True)
 
     # --------------------------------------------------------------------------------- inside
@@ -181,24 +218,62 @@ class GapTracker:
     def _ask(self, start: int) -> Ask:
         self._asked, self._answers = start, 0
         self._sought = bool(self._held)
+        self._vouched = self._expected is None
+        self._joining = self._joining or start == JOIN
         return Ask(start)
+
+    def _start_again(self, asked: int) -> int:
+        """Where to ask again when the replay from `asked` came to nothing."""
+        if self._expected is None:
+            return asked
+        if self._same_run or self._mark is None:
+            return self._expected
+        return self._mark[0]
+
+    def _compare(self, seq: int, payload: bytes) -> list[Action]:
+        """An answer's frame tells which run it is of (G3)."""
+        if self._mark is not None and seq < self._mark[0]:
+            return []
+        if (seq, payload) != self._mark:
+            return self._join_anew()
+        self._same_run = self._vouched = True
+        return []
+
+    def _join_anew(self) -> list[Action]:
+        """The run may be another: ask for its state."""
+        self._forget()
+        return [self._ask(JOIN)]
+
+    def _ask_without_join(self) -> list[Action]:
+        """The publisher has no snapshots: ask for what follows, or for all of another run."""
+        self._expected, self._resume = self._resume, None
+        if self._same_run:
+            return [self._ask(self._expected or 0)]
+        self._same_run = True
+        return [Restarted(0), self._ask(0)]
+
+    def _deliver(self, seq: int, payload: bytes, *, replayed: bool) -> Deliver:
+        self._expected = seq + 1
+        if self._same_run and (self._vouched or not replayed):
+            self._mark = seq, payload
+        return Deliver(seq, payload, replayed)
 
     def _next(self, seq: int, payload: bytes) -> list[Action]:
         """A frame's turn, in step."""
         if self._expected is None:  # no replay told what came before
-            self._expected = seq + 1
-            return [*_lost(0, seq), Deliver(seq, payload, replayed=False)]
+            before = _lost(0, seq)
+            if not seq and not self._same_run:
+                self._same_run, before = True, [Restarted(0)]
+            return [*before, self._deliver(seq, payload, replayed=False)]
         if seq < self._expected:
             return []  # a replay has brought it already
         if seq == self._expected:
-            self._expected = seq + 1
-            return [Deliver(seq, payload, replayed=False)]
+            return [self._deliver(seq, payload, replayed=False)]
         gap = Gap(self._expected, seq - self._expected)
         if self._can_replay:
             self._held.append((seq, payload))
             return [gap, self._ask(self._expected)]
-        self._expected = seq + 1
-        return [gap, Lost(gap.first, gap.count), Deliver(seq, payload, replayed=False)]
+        return [gap, Lost(gap.first, gap.count), self._deliver(seq, payload, replayed=False)]
 
     def _release(self, *, gave_up: bool) -> list[Action]:
         """Deliver what was held; ask again for a hole in it unless that has just been in vain."""
@@ -207,10 +282,10 @@ class GapTracker:
             seq, payload = self._held.popleft()
             expected = self._expected
             if gave_up and (expected is None or seq > expected):
-                actions += _lost(expected or 0, seq)
-                self._diverged = True
-                self._expected = seq
-                gave_up = False
+                if expected is not None:
+                    actions += _lost(expected, seq)
+                    self._expected = seq
+                self._diverged, gave_up = True, False
             step = self._next(seq, payload)
             actions += step
             if self.recovering:  # the frame went back to the end of what is held
@@ -219,14 +294,18 @@ class GapTracker:
         return actions
 
     def _restart(self, seq: int, payload: bytes) -> list[Action]:
-        self._held.clear()
-        self._expected, self._resume = None, None
-        self._failures, self._live_last = 0, seq
-        self._asked = None
+        self._forget()
+        self._live_last, self._same_run = seq, True
         if self._can_replay:
             self._held.append((seq, payload))
             return [Restarted(seq), self._ask(JOIN)]
         return [Restarted(seq), *self._next(seq, payload)]
+
+    def _forget(self) -> None:
+        """Whatever comes next is the first that is known of the stream."""
+        self._held.clear()
+        self._expected, self._resume, self._mark, self._asked = None, None, None, None
+        self._failures, self._live_last = 0, -1
 
 
 def _lost(first: int, end: int) -> list[Action]:

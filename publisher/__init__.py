@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 from kvevents.gaps import Gap, Lost, Restarted
 from publisher.attendant import Respawn, SidecarState
 from publisher.client import ClientStats, LinkError, SidecarClient
-from publisher.config import ConfigError, SidecarConfig, SinkConfig, WorkerInfo
+from publisher.config import (
+    ConfigError,
+    CurveConfig,
+    RelayConfig,
+    SidecarConfig,
+    SinkConfig,
+    WorkerInfo,
+    read_config,
+)
+from publisher.config_file import load_config
 from publisher.spawn import Sidecar, listen, spawn
 
 if TYPE_CHECKING:
@@ -25,10 +34,12 @@ __all__ = [
     "Batch",
     "ClientStats",
     "ConfigError",
+    "CurveConfig",
     "Gap",
     "LinkError",
     "Lost",
     "Received",
+    "RelayConfig",
     "Respawn",
     "Restarted",
     "Sidecar",
@@ -41,5 +52,7 @@ __all__ = [
     "Undecodable",
     "WorkerInfo",
     "listen",
+    "load_config",
+    "read_config",
     "spawn",
 ]

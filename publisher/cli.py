@@ -11,9 +11,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
+
+if TYPE_CHECKING:
+    from publisher.settings import Settings
 
 __all__ = ["main"]
 
@@ -114,6 +117,11 @@ def _tail(options: argparse.Namespace) -> int:
 
         if options.server_key is None or options.client_key is None:
             raise ValueError("--server-key and --client-key: one is of no use without the other")
+        if options.server_key.endswith(".key_secret"):
+            raise ValueError(
+                f"--server-key: {options.server_key} is the publisher's secret; give its .key, and"
+                " leave the secret where the publisher is"
+            )
         server_key = read_public_key("--server-key", options.server_key)
         client_keys = read_secret_key("--client-key", options.client_key)
     seen = tail(
@@ -156,11 +164,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from publisher.settings import read_settings
+    from publisher.settings import read_settings, unread
 
+    if (note := unread()) is not None:
+        print(f"kvevents serve: {note}", file=sys.stderr)
     settings = read_settings(options)
     if options.check:
-        print(msgspec.json.format(msgspec.json.encode(settings.config)).decode())
+        _print_checked(settings)
         return 0
 
     from publisher.sidecar import serve
@@ -171,6 +181,17 @@ def _serve(options: argparse.Namespace) -> int:
     except SourceError as error:
         print(f"kvevents serve: {error}", file=sys.stderr)
         return NO_CONNECTION
+
+
+def _print_checked(settings: Settings) -> None:
+    """The configuration, and the sockets of the ranks that were asked for."""
+    from publisher.resolved import resolved
+
+    told = msgspec.to_builtins(settings.config)
+    if settings.shown:
+        ranks = [resolved(settings.config, one, settings.facts) for one in settings.shown]
+        told["resolved"] = ranks
+    print(msgspec.json.format(msgspec.json.encode(told)).decode())
 
 
 def _add_keygen(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from publisher.checks import (
 )
 from publisher.endpoint import Endpoint
 from publisher.ports import Socket, check_sockets
-from publisher.topic import check_topic
+from publisher.topic import check_topic, topic_fields
 
 __all__ = [
     "ConfigError",
@@ -44,6 +44,9 @@ __all__ = [
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _MOST_RANKS = 2**31 - 1
 _LEAST_REBASE = 1000
+_NONE = "none"
+_UNSAID: Any = msgspec.UNSET
+_REPLAY_ENDPOINT = "tcp://127.0.0.1:5558"
 
 Mode = Literal["bind", "connect"]
 Persist = Literal["all", "seq", "none"]
@@ -66,6 +69,12 @@ def is_same(endpoint: str, replay_endpoint: str | None) -> bool:
     return Endpoint.parse("", endpoint).takes(Endpoint.parse("", replay_endpoint))
 
 
+def _settle(config: msgspec.Struct, key: str) -> None:
+    """Make the text "none" None: TOML and flags have no other word for it."""
+    if getattr(config, key) == _NONE:
+        msgspec.structs.force_setattr(config, key, None)
+
+
 def _check_target(key: str, endpoint: object) -> None:
     """Raises ConfigError unless `endpoint` can be connected to."""
     parsed = Endpoint.parse(key, endpoint)
@@ -83,8 +92,10 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     `dialect`: how it spells a batch, one of kvevents.dialect.DIALECTS. `token_ids`: False leaves the
     prompts' tokens out. `mode`: whether the PUB socket binds, or connects to routers that bind.
     `endpoint`: where to; several only to connect. `replay_endpoint`: where the replay socket is bound;
-    None: no replay. `add_dp_rank`: rank N of a worker adds N to all these ports, and _dpN to a path;
-    False is for ranks that share no host. `topic`: the first frame of every message, see
+    None: no replay; unsaid, tcp://127.0.0.1:5558 to bind and None to connect. `add_dp_rank`: whether
+    rank N of a worker adds N to ports, and _dpN to a path. None: where it binds, and not where it
+    connects, for ranks have their routers in common. True: there too, as engines do. False: nowhere,
+    for ranks that share no host. `topic`: the first frame of every message, see
     publisher.topic. `buffer_steps`, `buffer_bytes`: how many batches, and bytes of payload, a replay can
     reach back before it starts from a snapshot. `hwm`: messages queued for one subscriber before it
     loses some. `heartbeat_s`: an idle sink publishes an empty batch this often. `coalesce_s`: batches
@@ -96,8 +107,8 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     token_ids: bool = True
     mode: Mode = "bind"
     endpoint: str | tuple[str, ...] = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = "tcp://127.0.0.1:5558"
-    add_dp_rank: bool = True
+    replay_endpoint: str | None = _UNSAID
+    add_dp_rank: bool | None = None
     topic: str = ""
     buffer_steps: int = 10_000
     buffer_bytes: int = 256 << 20
@@ -113,9 +124,11 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         check_choice("dialect", self.dialect, DIALECTS)
         check_flag("token_ids", self.token_ids)
         check_choice("mode", self.mode, typing.get_args(Mode))
+        self._settle_replay()
         self._check_endpoints()
-        check_flag("add_dp_rank", self.add_dp_rank)
-        check_topic("topic", self.topic)
+        if self.add_dp_rank is not None:
+            check_flag("add_dp_rank", self.add_dp_rank)
+        self._check_topic()
         check_int("buffer_steps", self.buffer_steps, 1)
         check_int("buffer_bytes", self.buffer_bytes, 1)
         check_int("hwm", self.hwm, 1, 2**31 - 1)
@@ -123,6 +136,24 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         check_seconds("coalesce_s", self.coalesce_s, 0, 10)
         if self.rebase_after is not None:
             check_int("rebase_after", self.rebase_after, _LEAST_REBASE)
+
+    def _settle_replay(self) -> None:
+        if self.replay_endpoint is _UNSAID:
+            settled = _REPLAY_ENDPOINT if self.mode == "bind" else None
+            msgspec.structs.force_setattr(self, "replay_endpoint", settled)
+        _settle(self, "replay_endpoint")
+
+    def _check_topic(self) -> None:
+        check_topic("topic", self.topic)
+        if "port" not in topic_fields(self.topic):
+            return
+        if self.mode == "connect":
+            why = "the port of what it connects to says nothing of this worker"
+        elif self.endpoints[0].startswith("ipc:"):
+            why = f"{shown(self.endpoints[0])} has none"
+        else:
+            return
+        raise ConfigError(f"topic: {{port}} of {shown(self.topic)}: {why}; write the port itself")
 
     def _check_endpoints(self) -> None:
         if isinstance(self.endpoint, tuple):
@@ -150,16 +181,26 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         """`endpoint` as a tuple, also where it is one."""
         return self.endpoint if isinstance(self.endpoint, tuple) else (self.endpoint,)
 
+    @property
+    def endpoint_moves(self) -> bool:
+        """Whether the rank is added to `endpoint`."""
+        return self.mode == "bind" if self.add_dp_rank is None else self.add_dp_rank
+
+    @property
+    def replay_endpoint_moves(self) -> bool:
+        """Whether the rank is added to `replay_endpoint`."""
+        return self.add_dp_rank is not False
+
     def endpoints_of(self, dp_rank: int) -> tuple[str, ...]:
         """Where the PUB socket of one rank binds or connects."""
-        rank = dp_rank if self.add_dp_rank else 0
+        rank = dp_rank if self.endpoint_moves else 0
         return tuple(str(Endpoint.parse("endpoint", one).for_rank(rank)) for one in self.endpoints)
 
     def replay_endpoint_of(self, dp_rank: int) -> str | None:
         """Where the replay socket of one rank is bound."""
         if self.replay_endpoint is None:
             return None
-        rank = dp_rank if self.add_dp_rank else 0
+        rank = dp_rank if self.replay_endpoint_moves else 0
         return str(Endpoint.parse("replay_endpoint", self.replay_endpoint).for_rank(rank))
 
 
@@ -224,6 +265,7 @@ class RelayConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
     worker: WorkerInfo
 
     def __post_init__(self) -> None:
+        _settle(self, "replay_endpoint")
         _check_target("endpoint", self.endpoint)
         if self.replay_endpoint is not None:
             _check_target("replay_endpoint", self.replay_endpoint)
@@ -265,6 +307,7 @@ class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
             check_path("state_dir", self.state_dir)
         check_choice("persist", self.persist, typing.get_args(Persist))
         check_choice("on_lost_state", self.on_lost_state, typing.get_args(OnLostState))
+        _settle(self, "http_endpoint")
         if self.http_endpoint is not None:
             Endpoint.parse_http("http_endpoint", self.http_endpoint)
         check_choice("log_format", self.log_format, typing.get_args(LogFormat))
@@ -303,12 +346,12 @@ def check_ports(config: SidecarConfig, worker: WorkerInfo) -> None:
     for place, sink in enumerate(config.sinks):
         key = f"sinks[{place}].endpoint"
         for endpoint in sink.endpoints:
-            socket = Socket(key, Endpoint.parse(key, endpoint), moves=sink.add_dp_rank)
+            socket = Socket(key, Endpoint.parse(key, endpoint), moves=sink.endpoint_moves)
             (bound if sink.mode == "bind" else targets).append(socket)
         if sink.replay_endpoint is not None:
             key = f"sinks[{place}].replay_endpoint"
             replay = Endpoint.parse(key, sink.replay_endpoint)
-            bound.append(Socket(key, replay, moves=sink.add_dp_rank))
+            bound.append(Socket(key, replay, moves=sink.replay_endpoint_moves))
     if config.http_endpoint is not None:
         http = Endpoint.parse_http("http_endpoint", config.http_endpoint)
         bound.append(Socket("http_endpoint", http, moves=True))

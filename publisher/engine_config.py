@@ -18,6 +18,7 @@ Data = dict[str, typing.Any]
 _DEFAULTS: Data = {
     "endpoint": "tcp://*:5557",
     "replay_endpoint": None,
+    "add_dp_rank": True,
     "buffer_steps": 10_000,
     "hwm": 100_000,
     "topic": "",

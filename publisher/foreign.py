@@ -59,6 +59,8 @@ class ForeignState:
         if block_size < 1:
             raise ValueError(f"block_size: {block_size} is below 1")
         self._block_size = block_size
+        self.other_block_size: int | None = None
+        """The last block size told that is not the worker's."""
         self._index = _Index()
         self.counts = ForeignCounts()
 
@@ -123,6 +125,7 @@ class ForeignState:
         """The event's tokens, packed; None when it is no sound store (F3), which is counted."""
         if event.block_size != self._block_size:
             self.counts.wrong_block_size += len(hashes)
+            self.other_block_size = event.block_size
             return None
         try:
             packed = pack_tokens(event.token_ids)

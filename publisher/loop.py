@@ -67,6 +67,8 @@ class Loop:
         """Whether the source may have inputs that have not been taken."""
         self._resyncs_asked = 0
         self._journal_failure: str | None = None
+        self._block_size_logged = False
+        self._restarts_logged = 0
         self._throttle = Throttle(_LOG_INTERVAL_S)
         self._silence = SilenceWatch(_SILENCE_S, time.monotonic())
         self._own_sockets: list[int | zmq.Socket[bytes]] = [signals.fd]
@@ -198,7 +200,9 @@ class Loop:
                 self._source.ask_resync("SIGUSR1")
             else:  # who told batches cannot tell them anew
                 self._core.snapshot()
-        if signal.SIGHUP in came and self._guard is not None:
+        if signal.SIGHUP in came and self._guard is None:
+            _log.info("SIGHUP: there are no client keys to read")
+        elif signal.SIGHUP in came and self._guard is not None:
             try:
                 self._guard.reload()
             except ConfigError as error:
@@ -210,7 +214,7 @@ class Loop:
 
     def _drain(self) -> None:
         """Publish what is left; the worker lives on, and so does what is kept."""
-        _log.info("SIGTERM: leaving")
+        _log.info("told to end: leaving")
         until = time.monotonic() + _DRAIN_S
         self._more = True
         while (self._more or self._core.held) and (now := time.monotonic()) < until:
@@ -245,6 +249,7 @@ class Loop:
             status.source.link_bytes, status.source.link_capacity = source.depth
         else:
             assert isinstance(source, RelaySource)
+            self._say_engine(source)
             status.source.worker_up = source.connected
             offered, pending = counts.applied + counts.missed + counts.unreadable, 0
         status.source.books = Books(
@@ -259,7 +264,14 @@ class Loop:
         status.source.resyncs, status.source.last_loss = counts.resyncs, replica.last_loss
         for medium in StorageMedium:
             status.live_blocks[medium.value] = replica.count(medium)
-        status.orphan_parents = replica.foreign.counts.orphans
+        status.left_out = replica.foreign.counts
+        if replica.foreign.other_block_size is not None and not self._block_size_logged:
+            self._block_size_logged = True
+            _log.warning(
+                "block_size: the engine's blocks have %d tokens, not %d: they are left out",
+                replica.foreign.other_block_size,
+                status.worker.block_size,
+            )
         status.source.received = replica.received
         for sink in self._sinks:
             sink.update_status()
@@ -274,6 +286,14 @@ class Loop:
         said = self._silence.check(now, messages=counts.applied, events=counts.events)
         if said is not None:
             _log.warning("%s", said)
+
+    def _say_engine(self, source: RelaySource) -> None:
+        """Log it when the engine comes, goes or was started over."""
+        if source.connected != self._status.source.worker_up:
+            _log.info("the engine is %s", "connected" if source.connected else "not connected")
+        if source.stats.restarts != self._restarts_logged:
+            self._restarts_logged = source.stats.restarts
+            _log.warning("the engine has started over: all blocks are cleared")
 
     def _update_journal_status(self) -> None:
         journal = self._core.journal

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -117,7 +118,13 @@ def _sidecar(status: SidecarStatus) -> Iterator[Metric]:
         "orphan_parents",
         "Blocks stored below a parent that was never announced.",
         (),
-        [((), status.orphan_parents)],
+        [((), status.left_out.orphans)],
+    )
+    yield _counter(
+        "left_out_blocks",
+        "Blocks of an engine's own events that were not passed on.",
+        ("reason",),
+        [((reason,), count) for reason, count in asdict(status.left_out).items()],
     )
     yield _gauge(
         "journal_bytes",

@@ -2,8 +2,8 @@
 
 Two sockets are on one address when their ports are equal and so are their hosts, or either host is a
 wildcard; or when their paths are equal. A socket that moves adds the rank to its port, so it takes a
-range of them. Of a socket that does not move, ranks have one address each on hosts of their own: it is
-compared with the others of its rank, and not with itself.
+range of them. Of a bound socket that does not move, ranks have one address each on hosts of their own: it
+is compared with the others of its rank, and not with itself. A target is compared with all that is bound.
 """
 
 from __future__ import annotations

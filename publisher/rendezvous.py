@@ -124,7 +124,10 @@ def _check_directory(directory: Path, mode: int) -> None:
             f"directory: {directory} is user {status.st_uid}'s, this is user {os.geteuid()}"
         )
     if (found := stat.S_IMODE(status.st_mode)) & 0o777 & ~mode:
-        raise ValueError(f"directory: {directory} has mode {found:04o}, which is above {mode:04o}")
+        raise ValueError(
+            f"directory: {directory} has mode {found:04o}, which is above {mode:04o}; give a folder"
+            " inside it, which is made, or mode="
+        )
 
 
 def _take_lock(path: Path) -> int:

@@ -1,14 +1,15 @@
-"""Where a sidecar's configuration comes from: flags, then the environment, then a file, then defaults.
+"""Where a sidecar's configuration comes from: flags, a file, defaults; and a few things the environment.
 
-The file is TOML or JSON with the keys of SidecarConfig. The environment gives what is of one pod or
-secret. `--kv-events-config` takes what SGLang and vLLM take, and is one sink.
+The first of these that says a key counts. The file is TOML or JSON with the keys of SidecarConfig. The
+environment gives where keys are, which goes before the file, and what topics say of the pod; nothing
+else. `--kv-events-config` takes what SGLang and vLLM take, and is one sink.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,18 +27,25 @@ from publisher.config import (
     check_ports,
     read_config,
 )
+from publisher.config_file import read_file
 from publisher.engine_config import read_engine_sink
 from publisher.topic import render_topic, topic_fields
 
-__all__ = ["Settings", "add_options", "pod_facts", "read_settings"]
+__all__ = ["Settings", "add_options", "pod_facts", "read_settings", "unread"]
 
 _POD_FACTS = {"pod_ip": "POD_IP", "pod_name": "POD_NAME", "namespace": "NAMESPACE"}
 _SECRETS = {
     "curve.secret_key": "KVEVENTS_CURVE_SECRET_KEY",
     "curve.client_keys": "KVEVENTS_CURVE_CLIENT_KEYS",
 }
-_MAX_FILE_BYTES = 1 << 20
-_NONE = "none"
+_OF_TESTS = ("KVEVENTS_INTEROP_HOME", "KVEVENTS_PROFILE", "KVEVENTS_TEST")
+_SERVICE_LINK = re.compile(
+    r"KVEVENTS_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_[A-Z]+)?)?)",
+    re.DOTALL,
+)
+"""What Kubernetes sets for a service whose name begins with kvevents."""
+_MOST_UNREAD = 8
+_MOST_RANKS_SHOWN = 16
 _ENGINES_OPTION = "--kv-events-config"
 
 _WORKER_FLAGS = {
@@ -73,13 +81,35 @@ Data = dict[str, typing.Any]
 class Settings:
     """What `kvevents serve` was told. `link`: the worker's unix socket; None: `config` has a relay.
 
-    `facts`: what topics may say of the pod. `forever`: wait for a worker, and for the next.
+    `facts`: what topics may say of the pod. `forever`: wait for a worker, and for the next. `shown`:
+    the ranks whose sockets --check tells of.
     """
 
     link: Path | None
     config: SidecarConfig
     facts: Mapping[str, str]
     forever: bool
+    shown: tuple[WorkerInfo, ...] = ()
+
+
+def unread(environ: Mapping[str, str] | None = None) -> str | None:
+    """What to say of variables that look like ours and are not read; None: there are none."""
+    environ = os.environ if environ is None else environ
+    known = (*_OF_TESTS, *_SECRETS.values())
+    names = sorted(
+        name
+        for name in environ
+        if name.startswith("KVEVENTS_")
+        and name not in known
+        and _SERVICE_LINK.fullmatch(name) is None
+    )
+    if not names:
+        return None
+    told = [one_line(name[:80]) for name in names[:_MOST_UNREAD]]
+    more = [f"{len(names) - len(told)} more"] if len(names) > len(told) else []
+    are = "is" if len(names) == 1 else "are"
+    these = ", ".join((*_POD_FACTS.values(), *_SECRETS.values()))
+    return f"{', '.join((*told, *more))} {are} not read; of the environment these are: {these}"
 
 
 def pod_facts(environ: Mapping[str, str]) -> dict[str, str]:
@@ -94,8 +124,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--relay", metavar="ENDPOINT", help="instead of a link: an engine's own PUB socket"
     )
-    relay = parser.add_argument_group("of the engine behind --relay")
-    relay.add_argument("--relay-replay-endpoint", metavar="ENDPOINT", help="its replay socket")
+    relay = parser.add_argument_group("of the engine behind --relay; with --check, of the worker")
+    relay.add_argument(
+        "--relay-replay-endpoint", metavar="ENDPOINT", help="its replay socket, or none"
+    )
     relay.add_argument("--block-size", type=int, metavar="TOKENS", help="its page size; needed")
     relay.add_argument("--dp-rank", type=int, metavar="N", help="its data-parallel rank; 0")
     relay.add_argument("--dp-size", type=int, metavar="N", help="how many ranks there are")
@@ -115,7 +147,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--endpoint", action="append", metavar="ENDPOINT", help="may be repeated to connect"
     )
     sink.add_argument("--replay-endpoint", metavar="ENDPOINT", help="where to bind it, or none")
-    sink.add_argument("--topic", metavar="TEMPLATE", help="e.g. kv@{pod_ip}:{port}@{model}")
+    sink.add_argument("--topic", metavar="TEMPLATE", help="e.g. kv@{pod_ip}:8000@{model}")
     parser.add_argument("--state-dir", metavar="DIR", help="where logs and seqs are kept")
     parser.add_argument(
         "--http-endpoint", metavar="http://HOST:PORT", help="metrics and health, or none"
@@ -126,7 +158,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--forever", action="store_true", help="wait for a worker, and for the next once it is gone"
     )
     parser.add_argument(
-        "--check", action="store_true", help="print the configuration as JSON and end"
+        "--check",
+        action="store_true",
+        help="print the configuration as JSON and end; told of the worker, also its ranks' sockets",
     )
 
 
@@ -135,7 +169,7 @@ def read_settings(
 ) -> Settings:
     """The settings. Raises ConfigError that names the flag, the variable or the key, in one line."""
     environ = os.environ if environ is None else environ
-    data = {} if options.config is None else _read_file(options.config)
+    data = {} if options.config is None else read_file("--config", options.config)
     told: dict[str, str] = {}
     """By path of a key: the flag or variable that its value is from."""
     _take_sink_flags(data, options, told)
@@ -145,11 +179,12 @@ def read_settings(
     try:
         config = read_config(SidecarConfig, data)
         facts = pod_facts(environ)
-        _check(config, facts, _worker(config, options))
+        worker = _worker(config, options)
+        _check(config, facts, worker)
     except ConfigError as error:
         raise ConfigError(_renamed(str(error), told)) from None
     link = None if options.link is None else Path(options.link)
-    return Settings(link, config, facts, options.forever)
+    return Settings(link, config, facts, options.forever, _shown(config, worker, options))
 
 
 def _worker(config: SidecarConfig, options: argparse.Namespace) -> WorkerInfo | None:
@@ -168,6 +203,23 @@ def _worker(config: SidecarConfig, options: argparse.Namespace) -> WorkerInfo | 
         raise ConfigError(_renamed(str(error), told)) from None
 
 
+def _shown(
+    config: SidecarConfig, worker: WorkerInfo | None, options: argparse.Namespace
+) -> tuple[WorkerInfo, ...]:
+    """The relay's rank, that of --dp-rank, or else all of --dp-size. None where no worker is told of."""
+    flags = [getattr(options, _option(flag)) for flag in _WORKER_FLAGS.values()]
+    if (
+        not options.check
+        or worker is None
+        or (config.relay is None and flags.count(None) == len(flags))
+    ):
+        return ()
+    if config.relay is not None or options.dp_rank is not None:
+        return (worker,)
+    ranks = range(min(worker.num_ranks, _MOST_RANKS_SHOWN))
+    return tuple(msgspec.structs.replace(worker, dp_rank=rank) for rank in ranks)
+
+
 def _check(config: SidecarConfig, pod: Mapping[str, str], worker: WorkerInfo | None) -> None:
     """Raises ConfigError for what can be known before any socket is open."""
     if worker is not None:
@@ -178,8 +230,10 @@ def _check(config: SidecarConfig, pod: Mapping[str, str], worker: WorkerInfo | N
             if field in _POD_FACTS and field not in pod:
                 why = f"the environment has no {_POD_FACTS[field]}"
                 raise ConfigError(f"{key}: {{{field}}} of {shown(sink.topic)} has no value: {why}")
-        if config.relay is not None:
-            facts = {**pod, **config.relay.worker.facts(), "port": "0"}
+        if worker is None:
+            continue
+        facts = {**pod, **worker.facts(), "port": "0"}
+        if config.relay is not None or all(facts.get(one) for one in topic_fields(sink.topic)):
             render_topic(key, sink.topic, facts)
 
 
@@ -192,46 +246,6 @@ def _renamed(message: str, told: Mapping[str, str]) -> str:
         if name == _ENGINES_OPTION and key.startswith(f"{path}."):
             return f"{name}: {key.removeprefix(path + '.')}{colon}{rest}"
     return message
-
-
-# ---------------------------------------------------------------------------------------- the file
-
-
-def _read_file(name: str) -> Data:
-    """What a file, or standard input, says. Raises ConfigError."""
-    try:
-        data = _parse_file(name)
-    except OSError as error:
-        raise ConfigError(f"--config: {one_line(name)}: {error.strerror or error}") from None
-    except (ValueError, msgspec.DecodeError) as error:
-        raise ConfigError(f"--config: {one_line(str(error))[:400]}") from None
-    except RecursionError:
-        raise ConfigError("--config: nested too deeply") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"--config: {shown(data)} is not an object")
-    return data
-
-
-def _parse_file(name: str) -> object:
-    if name == "-":
-        return msgspec.json.decode(_limited(sys.stdin.buffer))
-    suffix = Path(name).suffix
-    if suffix not in (".json", ".toml"):
-        raise ValueError(f"{name} ends in neither .json nor .toml")
-    with Path(name).open("rb") as file:
-        text = _limited(file)
-    if suffix == ".json":
-        return msgspec.json.decode(text)
-    import tomllib
-
-    return tomllib.loads(text.decode())
-
-
-def _limited(file: typing.BinaryIO) -> bytes:
-    text = file.read(_MAX_FILE_BYTES + 1)
-    if len(text) > _MAX_FILE_BYTES:
-        raise ValueError(f"longer than {_MAX_FILE_BYTES} bytes")
-    return text
 
 
 # --------------------------------------------------------------------------- flags and environment
@@ -265,15 +279,17 @@ def _take_flags(
     data: Data, options: argparse.Namespace, flags: Mapping[str, str], told: dict[str, str]
 ) -> None:
     for path, flag in flags.items():
-        value = getattr(options, flag.removeprefix("--").replace("-", "_"))
+        value = getattr(options, _option(flag))
         if value is None:
             continue
-        if flag in ("--http-endpoint", "--replay-endpoint") and value == _NONE:
-            value = None
-        elif flag == "--endpoint" and len(value) == 1:
+        if flag == "--endpoint" and len(value) == 1:
             (value,) = value
         _put(data, path, value)
         told[path] = flag
+
+
+def _option(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _put(data: Data, path: str, value: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import select
 import sys
 import time
@@ -17,6 +18,7 @@ from publisher.config import ConfigError, SidecarConfig, WorkerInfo, check_ports
 from publisher.core import Core
 from publisher.curve import Guard, exposure_warning
 from publisher.endpoint import Endpoint
+from publisher.front import Front
 from publisher.link import Ready
 from publisher.logs import LineHandler, configure, fields
 from publisher.loop import Loop
@@ -28,7 +30,6 @@ from publisher.source import LinkSource, Source, SourceError
 from publisher.state_folder import StateError, StateFolder, default_root
 from publisher.status import SidecarStatus
 from publisher.version import VERSION
-from publisher.web import StatusServer
 
 __all__ = ["serve"]
 
@@ -37,6 +38,8 @@ _TAKE_OVER_S = 4.0
 """How long, beyond its linger, to wait for an earlier sidecar to let go of the state."""
 _LOOK_AGAIN_S = 0.2
 _CLOSE_LINGER_S = 0.2  # what was published last has had the linger to leave
+
+_RANK = re.compile(r"dp(\d{1,9})$")
 
 _log = logging.getLogger("kvevents.sidecar")
 
@@ -57,24 +60,48 @@ def serve(
     when there is no worker at `link`.
     """
     handler = configure(config.log_format, config.log_level, sys.stderr)
-    signals = Signals(ignore_interrupt=not forever and link is not None)
-    try:
-        while True:
-            if forever and link is not None and not _await_link(link, signals):
-                return 0
-            try:
-                code = _serve_one(link, config, facts or {}, signals, handler)
-            except SourceError as error:
-                if not forever:
-                    raise
-                _log.info("%s", error)
-                code = 0 if _wait(signals) else 2
-            if not forever or signals.stopping or code:
-                return code
-    finally:
-        signals.close()
-        if link is not None and not forever:
+    waits = forever and link is not None
+    signals = Signals(ignore_interrupt=not waits and link is not None)
+    with contextlib.closing(signals), contextlib.closing(Front(stays=waits)) as front:
+        if link is None:
+            return _serve_one(None, config, facts or {}, signals, handler, front)
+        if waits:
+            return _serve_all(link, config, facts or {}, signals, handler, front)
+        try:
+            return _serve_one(link, config, facts or {}, signals, handler, front)
+        finally:
             remove_if_left(link)  # of a worker that was killed
+
+
+def _serve_all(
+    link: Path,
+    config: SidecarConfig,
+    facts: Mapping[str, str],
+    signals: Signals,
+    handler: LineHandler,
+    front: Front,
+) -> int:
+    """One worker after the other, until the process is to end. HTTP is there meanwhile."""
+    found = _RANK.search(link.name)
+    try:
+        front.open(config.http_endpoint, int(found[1]) if found else 0, None)
+    except ConfigError as error:
+        _log.error("%s", error)
+        return 2
+    said = ""
+    while _await_link(link, signals):
+        try:
+            code = _serve_one(link, config, facts, signals, handler, front)
+            if code or signals.stopping:
+                return code
+            said = ""
+        except SourceError as error:  # it is gone and has left its socket
+            if str(error) != said:
+                said = str(error)
+                _log.info("%s; waiting", error)
+            _wait(signals)
+        front.wait()
+    return 0
 
 
 def _await_link(link: Path, signals: Signals) -> bool:
@@ -99,6 +126,7 @@ def _serve_one(
     facts: Mapping[str, str],
     signals: Signals,
     handler: LineHandler,
+    front: Front,
 ) -> int:
     """For one worker. A reason not to start is said to it, and logged."""
     with contextlib.ExitStack() as state, contextlib.ExitStack() as opened:
@@ -112,7 +140,9 @@ def _serve_one(
             source = RelaySource(config.relay, context=context)
         opened.callback(source.close)
         try:
-            loop = _open(state, opened, context, source, link, config, facts, signals, handler)
+            loop = _open(
+                state, opened, context, source, link, config, facts, signals, handler, front
+            )
         except (ConfigError, SinkError, StateError, OSError) as error:
             _log.error("%s", error)
             if isinstance(source, LinkSource):
@@ -132,6 +162,7 @@ def _open(
     facts: Mapping[str, str],
     signals: Signals,
     handler: LineHandler,
+    front: Front,
 ) -> Loop:
     """State first: its lock is let go when an earlier sidecar's sockets are closed, which is when their
     context has ended. Then the sockets; the journal goes on when all of them are there.
@@ -169,15 +200,15 @@ def _open(
         opened.callback(sink.close, linger_s=_CLOSE_LINGER_S)
         sinks.append(sink)
     status = SidecarStatus(worker, VERSION, os.getpid(), time.time())
-    web = _open_web(config, worker, before.http_endpoint if before else None, status)
-    if web is not None:
-        opened.callback(web.close)
+    front.open(config.http_endpoint, worker.dp_rank, before.http_endpoint if before else None)
+    front.status = status
+    if not front.stays:  # its port is free before the state is
+        opened.callback(front.close)
     loop = Loop(source, core, sinks, config, status, signals, guard, handler)
     loop.begin()
     if isinstance(source, LinkSource):
-        http_endpoint = web.endpoint if web else None
-        source.ready(Ready(tuple(sink.bound for sink in sinks), http_endpoint))
-    _say_started(core, sinks, config, web)
+        source.ready(Ready(tuple(sink.bound for sink in sinks), front.endpoint))
+    _say_started(core, sinks, config, front)
     return loop
 
 
@@ -211,21 +242,7 @@ def _state_folder(
     return StateFolder(root, name, wait_s=config.linger_s + _TAKE_OVER_S)
 
 
-def _open_web(
-    config: SidecarConfig, worker: WorkerInfo, before: str | None, status: SidecarStatus
-) -> StatusServer | None:
-    if config.http_endpoint is None:
-        return None
-    endpoint = Endpoint.parse_http("http_endpoint", config.http_endpoint).for_rank(worker.dp_rank)
-    if endpoint.is_any and before is not None:
-        with contextlib.suppress(ConfigError):
-            return StatusServer(before, lambda: status)
-    return StatusServer(str(endpoint), lambda: status)
-
-
-def _say_started(
-    core: Core, sinks: list[Sink], config: SidecarConfig, web: StatusServer | None
-) -> None:
+def _say_started(core: Core, sinks: list[Sink], config: SidecarConfig, front: Front) -> None:
     for sink in sinks:
         _log.info(
             "sink %s publishes on %s, replays on %s",
@@ -234,8 +251,8 @@ def _say_started(
             sink.bound.replay_endpoint,
             extra=fields(next_seq=sink.output.next_seq, start="warm" if core.warm else "cold"),
         )
-    if web is not None:
-        _log.info("metrics and health at %s", web.endpoint)
+    if front.endpoint is not None:
+        _log.info("metrics and health at %s", front.endpoint)
     warning = exposure_warning(
         [
             address

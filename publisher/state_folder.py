@@ -57,7 +57,8 @@ class StateFolder:
                 if time.monotonic() >= deadline:
                     pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "?"
                     raise StateError(
-                        f"state_dir: {self.path}: in use by the sidecar with pid {pid}"
+                        f"state_dir: {self.path}: in use by the sidecar with pid {pid}, which has the"
+                        " same worker_id or address"
                     ) from None
                 time.sleep(_LOCK_RETRY_S)  # flock has no deadline of its own
         try:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from kvevents.events import AllBlocksCleared, BlockStored, Event, StorageMedium
 from publisher.config import WorkerInfo
+from publisher.foreign import ForeignCounts
 
 __all__ = [
     "DROP_REASONS",
@@ -213,6 +214,7 @@ class SidecarStatus:
 
     `ready`: every socket is bound and the source has begun. `started_at`: seconds since the epoch.
     `turned_at`: monotonic, when the loop last turned; 0 before it does. `live_blocks` by medium.
+    `left_out`: blocks of an engine's own events that were not passed on, by why.
     """
 
     worker: WorkerInfo
@@ -226,7 +228,7 @@ class SidecarStatus:
     live_blocks: dict[str, int] = field(
         default_factory=lambda: {medium.value: 0 for medium in StorageMedium}
     )
-    orphan_parents: int = 0
+    left_out: ForeignCounts = field(default_factory=ForeignCounts)
     journal: JournalStatus = field(default_factory=JournalStatus)
     curve: CurveStatus | None = None
     log_lines_dropped: int = 0

@@ -6,6 +6,7 @@ thread: sockets are made, used and closed by the thread that calls.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -76,7 +77,8 @@ class Subscriber:
     Without a `replay_endpoint` it starts with the next live batch, and a gap is a loss. `topic` is a
     prefix. A replay of which nothing comes for `replay_timeout_s` is asked for again, then given up:
     what was missing is `Lost`, and the view stale, until it has joined anew, which it goes on trying.
-    It also joins anew whenever the connection was made again: behind it may be another run.
+    When the connection was made again, it asks for the last batch and what follows: if that batch is the
+    one it was, the stream goes on; else there is another run behind, and it joins anew.
     With a `server_key`, nothing but CURVE is spoken, and with that publisher only; `client_keys` are
     the public and the secret key that it knows this subscriber by (None: keys of the moment).
     Raises ConfigError for an endpoint that cannot be connected to, and for keys that are none.
@@ -144,7 +146,8 @@ class Subscriber:
             if self._dealer is not None and now >= self._replay_deadline:
                 self._act(self._tracker.failed())
                 continue
-            if now >= self._rejoin_at:
+            if self._dealer is None and now >= self._rejoin_at:
+                self._rejoin_at = float("inf")
                 self._act(self._tracker.rejoin())
                 continue
             until = min(deadline, self._replay_deadline if self._dealer else self._rejoin_at)
@@ -185,7 +188,7 @@ class Subscriber:
 
     def _notice_connection(self) -> None:
         """With the first connection, ask what was postponed. A later one may be to another run of the
-        publisher: join anew.
+        publisher: find out.
         """
         event = int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder)
         if event & _REFUSED:
@@ -193,16 +196,19 @@ class Subscriber:
             return
         self._connections += 1
         if self._connections > 1:
-            self._act(self._tracker.rejoin())
+            self._act(self._tracker.reconnected())
         elif self._postponed is not None:
             self._ask(self._postponed)
 
     def _read_live(self) -> None:
-        for _ in range(_MESSAGES_PER_POLL):
-            try:
-                frames = self._sub.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        """No message is acted on before the connection that it came on was noticed."""
+        messages: list[list[bytes]] = []
+        with contextlib.suppress(zmq.Again):
+            while len(messages) < _MESSAGES_PER_POLL:
+                messages.append(self._sub.recv_multipart(zmq.NOBLOCK))
+        while self._monitor.poll(0):
+            self._notice_connection()
+        for frames in messages:
             try:
                 frame = parse_live(frames)
             except KVEventsError:
@@ -247,10 +253,10 @@ class Subscriber:
                     self._ready.append(action)
         if not self._tracker.recovering:
             self._close_dealer()
+        if self._tracker.recovering:
+            return
         if not self._tracker.diverged:
-            self._rejoin_at = float("inf")
-            if not self._tracker.recovering:
-                self._rejoin_after_s = self._replay_timeout_s
+            self._rejoin_at, self._rejoin_after_s = float("inf"), self._replay_timeout_s
         elif self._rejoin_at == float("inf"):
             self._rejoin_at = time.monotonic() + self._rejoin_after_s
             self._rejoin_after_s = min(_LONGEST_REJOIN_S, self._rejoin_after_s * 2)

@@ -1,7 +1,7 @@
 """The first frame of every message of a sink: a text with {fields} for what is known only when it runs.
 
-`{{` and `}}` are braces. llm-d's is `kv@{pod_ip}:{port}@{model}`; it splits at every `@` and wants three
-parts.
+`{{` and `}}` are braces. llm-d's is `kv@{pod_ip}:8000@{model}`, 8000 being the port the engine serves on;
+it splits at every `@` and wants three parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELDS = (
     "dp_rank",
     "worker_id",
 )
-"""What a topic may name. `port`: of the bound PUB socket."""
+"""What a topic may name. `port`: of the PUB socket, which has to be bound."""
 
 _PIECE = re.compile(r"\{\{|\}\}|\{(?P<field>[^{}]*)\}|(?P<brace>[{}])|(?P<text>[^{}]+)")
 _LLM_D = "kv@"

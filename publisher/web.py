@@ -127,6 +127,7 @@ def state(status: SidecarStatus, now: float) -> dict[str, Any]:
             "link_capacity": source.link_capacity,
         },
         "live_blocks": dict(status.live_blocks),
+        "left_out_blocks": asdict(status.left_out),
         "sinks": [_sink_state(sink) for sink in status.sinks],
         "journal": asdict(status.journal),
         "curve": status.curve and asdict(status.curve),

@@ -335,27 +335,42 @@ def test_arguments_have_bounds(argument: str) -> None:
 class Publisher:
     """Batch n adds block n. `retain` newest are kept; with `snapshots` older state is re-told.
 
-    A snapshot says which blocks there are in up to two parts, of which the first one clears.
+    A snapshot says which blocks there are in up to two parts, of which the first one clears, as does the
+    batch with seq 0 of a publisher that has them.
     """
 
     retain: int
     snapshots: bool
     count: int = 0
+    run: int = 0
+    """Runs have no block in common."""
+
+    def block(self, seq: int) -> int:
+        return self.run * 1000 + seq
+
+    def payload(self, seq: int) -> bytes:
+        clear = b"clear " if self.snapshots and not seq else b""
+        return clear + b"add %d" % self.block(seq)
+
+    @property
+    def truth(self) -> set[int]:
+        return set(range(self.block(0), self.block(self.count)))
 
     def answer(self, start: int) -> deque[tuple[int, bytes]]:
         first = max(0, self.count - self.retain)
-        frames = [(seq, b"add %d" % seq) for seq in range(max(first, start), self.count)]
+        frames = [(seq, self.payload(seq)) for seq in range(max(first, start), self.count)]
         if not self.snapshots:
             return deque(frames)
         if start == JOIN:
             start = max(0, first - 2)
-            frames = [(seq, b"add %d" % seq) for seq in range(first, self.count)]
+            frames = [(seq, self.payload(seq)) for seq in range(first, self.count)]
         if start >= first:
             return deque(frames)
         parts = min(2, first - start)
         told = [b"clear"] + [b""] * (parts - 1)
         for part in range(parts):
-            told[part] += b" tell" + b"".join(b" %d" % n for n in range(part, first, parts))
+            told[part] += b" tell"
+            told[part] += b"".join(b" %d" % self.block(n) for n in range(part, first, parts))
         fill = [b"nothing"] * (first - start - parts)
         return deque([*zip(range(start, first), told + fill, strict=True), *frames])
 
@@ -425,7 +440,7 @@ class Subscriber:
 
     def live(self, seq: int) -> None:
         self.arrived.add(seq)
-        self.do(self.tracker.live(seq, b"add %d" % seq))
+        self.do(self.tracker.live(seq, self.publisher.payload(seq)))
 
     def serve(self) -> None:
         """The publisher takes up the request: what it will say is fixed."""
@@ -618,3 +633,388 @@ def test_a_hole_that_came_after_the_question_is_asked_for() -> None:
     assert tracker.end() == [Gap(4, 1), Ask(4)]
     assert answers(tracker, 4) == delivered(4, replayed=True)
     assert tracker.end() == delivered(5)
+
+
+# -------------------------------------------------------------------------------- new connections
+
+
+def others(tracker: GapTracker, *seqs: int) -> list[Action]:
+    """Answers of another run."""
+    return [action for seq in seqs for action in tracker.replayed(seq, b"other %d" % seq)]
+
+
+def test_a_new_connection_to_the_same_run_goes_on() -> None:
+    """G3: the last batch is asked for and compared; what was missed follows, and nothing is told anew."""
+    tracker = following(8)
+    assert tracker.reconnected() == [Ask(7)]
+    assert live(tracker, 10) == []
+    assert answers(tracker, 7) == []
+    assert answers(tracker, 8, 9) == delivered(8, 9, replayed=True)
+    assert tracker.end() == delivered(10)
+    assert live(tracker, 11) == delivered(11)
+    assert tracker.reconnected() == [Ask(11)]
+
+
+def test_a_hole_is_closed_on_the_new_connection() -> None:
+    """G2: what was held stays, and the one replay does for both; a hole after the question is one."""
+    tracker = following(4)
+    assert live(tracker, 6) == [Gap(4, 2), Ask(4)]
+    assert tracker.reconnected() == [Ask(3)]
+    assert live(tracker, 9) == []
+    answers(tracker, 3)
+    assert answers(tracker, 4, 5) == delivered(4, 5, replayed=True)
+    assert tracker.end() == [*delivered(6), Gap(7, 2), Ask(7)]
+
+
+@pytest.mark.parametrize("found", [[7], [8], [9, 10]], ids=["another", "the next", "later"])
+def test_another_batch_in_its_place_is_another_run(found: list[int]) -> None:
+    """G3: the state is asked for, the rest of the answer and what was held are dropped; the new run may
+    begin anywhere.
+    """
+    tracker = following(8)
+    tracker.reconnected()
+    live(tracker, 8, 9)
+    assert others(tracker, *found[:1]) == [Ask(JOIN)]
+    assert others(tracker, 3, 4) == [
+        Deliver(3, b"other 3", replayed=True),
+        Deliver(4, b"other 4", replayed=True),
+    ]
+    assert tracker.end() == []
+    assert live(tracker, 5) == delivered(5)
+
+
+def test_another_run_without_snapshots_is_told_from_0() -> None:
+    """G3: an engine that started over has nothing so late, and does not know JOIN: what the old run said
+    is to be forgotten, and all that the new one retains is asked for.
+    """
+    tracker = following(8)
+    tracker.reconnected()
+    assert others(tracker, 0, 1) == []
+    assert tracker.end() == [Ask(JOIN)]
+    assert tracker.end() == [Restarted(0), Ask(0)]
+    assert len(others(tracker, 0, 1)) == 2
+    assert tracker.end() == []
+    assert live(tracker, 2) == delivered(2)
+
+
+def test_answers_to_a_hole_are_not_taken_for_the_run() -> None:
+    """G3: they may have come from the next run already, ahead of the new connection."""
+    tracker = following(4)
+    live(tracker, 6)
+    assert len(others(tracker, 4, 5, 6)) == 3
+    assert tracker.end() == []
+    assert tracker.reconnected() == [Ask(3)]
+    assert others(tracker, 3) == [Ask(JOIN)]
+
+
+def test_a_question_without_an_answer_is_given_up() -> None:
+    """G3, G4: the live stream goes on, all before it is unknown, and the tracker is diverged; once there
+    is an answer, the state of the run, whichever it is, is told anew.
+    """
+    tracker = following(8)
+    tracker.reconnected()
+    assert live(tracker, 8) == []
+    assert tracker.failed() == [Ask(7)]
+    assert tracker.failed() == [Ask(7)]
+    assert tracker.failed() == [Lost(0, 8), *delivered(8)]
+    assert tracker.diverged
+    assert live(tracker, 10) == [Gap(9, 1), Ask(9)]
+    assert others(tracker, 9) == [Ask(JOIN)]
+    for _ in range(3):
+        tracker.failed()
+    assert live(tracker, 11) == [Lost(0, 11), *delivered(11)]
+    assert tracker.rejoin() == [Ask(JOIN)]
+    assert tracker.end() == [Restarted(0), Ask(0)]
+    tracker.end()
+    assert not tracker.diverged
+
+
+def test_a_first_batch_of_an_unknown_run_is_a_restart() -> None:
+    """G3: nothing is missing before it, but for what it says of the run before."""
+    tracker = following(8)
+    tracker.reconnected()
+    for _ in range(3):
+        tracker.failed()
+    assert live(tracker, 0) == [Restarted(0), *delivered(0)]
+
+
+def test_half_an_answer_does_not_have_to_begin_again() -> None:
+    """The same run goes on answering from where it stopped."""
+    tracker = following(8)
+    tracker.reconnected()
+    answers(tracker, 7, 8)
+    assert tracker.failed() == [Ask(9)]
+
+
+@pytest.mark.parametrize("state", ["joining", "diverged"])
+def test_without_the_state_a_new_connection_is_a_join(state: str) -> None:
+    """G4: there is nothing whole that could go on."""
+    tracker = following(8)
+    if state == "joining":
+        tracker.rejoin()
+        answers(tracker, 3)
+    else:
+        live(tracker, 9)
+        for _ in range(3):
+            tracker.failed()
+    assert tracker.reconnected() == [Ask(JOIN)]
+    assert tracker.end() == [Restarted(0), Ask(0)]
+
+
+def test_before_anything_was_told_a_new_connection_is_a_join() -> None:
+    """And no restart: nothing is to be forgotten."""
+    tracker = GapTracker(can_replay=True)
+    tracker.start()
+    assert tracker.reconnected() == [Ask(JOIN)]
+    assert tracker.end() == [Ask(0)]
+    tracker.end()
+    assert tracker.reconnected() == [Ask(JOIN)]
+    assert tracker.end() == [Ask(0)]
+
+
+def test_without_a_replay_endpoint_a_new_connection_is_nothing() -> None:
+    """There is nobody to ask."""
+    tracker = GapTracker(can_replay=False)
+    live(tracker, 0)
+    assert tracker.reconnected() == []
+    assert live(tracker, 1) == delivered(1)
+
+
+def test_only_a_join_ends_what_was_given_up() -> None:
+    """G4: the answer to a later hole does not."""
+    tracker = following(5)
+    live(tracker, 7)
+    for _ in range(3):
+        tracker.failed()
+    live(tracker, 9)
+    answers(tracker, 8)
+    tracker.end()
+    assert tracker.diverged
+
+
+def test_a_join_in_vain_loses_nothing_more() -> None:
+    """When the state is still not to be had, the stream goes on where it was."""
+    tracker = following(5)
+    tracker.rejoin()
+    live(tracker, 5)
+    for _ in range(2):
+        tracker.failed()
+    assert tracker.failed() == delivered(5)
+    assert tracker.diverged
+
+
+@dataclass
+class Traveller:
+    """Does what a tracker says over connections that are lost and made again, to whichever run."""
+
+    tracker: GapTracker
+    publisher: Publisher
+    asked: Ask | None = None
+    answers: deque[tuple[int, bytes]] | None = None
+    wire: deque[tuple[int, bytes]] = field(default_factory=deque)
+    unread: int | None = None
+    """Of what is on the wire, so much came on the connection before; None once that is noticed."""
+    blocks: set[int] = field(default_factory=set)
+    expected: int | None = None
+    clears: int = 0
+    losses: int = 0
+    restarts: int = 0
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Ask(start):
+                    self.asked, self.answers = action, None
+                    if start == JOIN:
+                        self.expected = None
+                case Deliver(seq, payload):
+                    assert self.expected in (None, seq), "G1"
+                    self.expected = seq + 1
+                    self.apply(payload)
+                case Lost(first, count):
+                    assert count > 0
+                    assert self.expected in (None, first) or first == 0, "G1"
+                    self.expected = first + count
+                    self.losses += 1
+                case Restarted():
+                    self.blocks.clear()
+                    self.restarts, self.expected = self.restarts + 1, None
+                case Gap():
+                    pass
+        assert self.tracker.recovering == (self.asked is not None)
+
+    def apply(self, payload: bytes) -> None:
+        for word in payload.split():
+            if word == b"clear":
+                self.blocks.clear()
+                self.clears += 1
+            elif word.isdigit():
+                self.blocks.add(int(word))
+
+    def publish(self, *, lost: bool = False) -> None:
+        seq = self.publisher.count
+        self.publisher.count += 1
+        if not lost:
+            self.wire.append((seq, self.publisher.payload(seq)))
+
+    def arrive(self) -> None:
+        if self.unread == 0:
+            self.notice()
+        elif self.wire:
+            if self.unread:
+                self.unread -= 1
+            self.do(self.tracker.live(*self.wire.popleft()))
+
+    def notice(self) -> None:
+        """The new connection; what is unread of the old one comes before any answer."""
+        unread, self.unread = self.unread, None
+        if unread is not None:
+            self.do(self.tracker.reconnected())
+            for _ in range(unread):
+                self.do(self.tracker.live(*self.wire.popleft()))
+
+    def reconnect(self, publisher: Publisher, *, unread: int) -> None:
+        """The connection was cut with `unread` messages come and not read, and made again; replays asked
+        for from here on are answered by `publisher`.
+        """
+        self.notice()
+        self.wire = deque(list(self.wire)[:unread])
+        self.unread, self.publisher = len(self.wire), publisher
+
+    def answer(self) -> None:
+        """One more message of the replay under way."""
+        if self.asked is None:
+            return
+        if self.answers is None:
+            self.answers = self.publisher.answer(self.asked.start)
+        if self.answers:
+            self.do(self.tracker.replayed(*self.answers.popleft()))
+        else:
+            self.asked = None
+            self.do(self.tracker.end())
+
+    def fail(self) -> None:
+        """The replay does not end in time."""
+        if self.asked is not None:
+            self.asked = None
+            self.do(self.tracker.failed())
+
+    def step(self, step: str) -> None:
+        match step:
+            case "publish" | "lose":
+                self.publish(lost=step == "lose")
+            case "arrive":
+                self.arrive()
+            case "notice":
+                self.notice()
+            case "answer":
+                self.answer()
+            case "fail":
+                self.fail()
+
+    def settle(self) -> None:
+        """What was published arrives, with a heartbeat after it, and every replay ends."""
+        self.publish()
+        while self.wire or self.unread is not None:
+            self.arrive()
+        while self.tracker.recovering or self.tracker.diverged:
+            if not self.tracker.recovering:  # as the subscriber does after a while
+                self.do(self.tracker.rejoin())
+            self.answer()
+
+
+TripSteps = st.lists(
+    st.sampled_from(["publish", "lose", "arrive", "notice", "answer", "answer", "fail"]),
+    max_size=15,
+)
+
+
+def travelling(publisher: Publisher, max_held: int, attempts: int) -> Traveller:
+    """One that has joined."""
+    tracker = GapTracker(can_replay=True, max_held=max_held, attempts=attempts)
+    traveller = Traveller(tracker, publisher)
+    traveller.do(tracker.start())
+    traveller.settle()
+    return traveller
+
+
+@trials(400)
+@given(
+    st.integers(0, 12),
+    st.lists(st.tuples(TripSteps, st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=4),
+    TripSteps,
+    st.booleans(),
+    MaxHeld,
+)
+def test_connections_to_the_same_run_clear_nothing(
+    count: int,
+    trips: list[tuple[list[str], int, int]],
+    last: list[str],
+    snapshots: bool,
+    max_held: int,
+) -> None:
+    """G3: with a log that reaches back and whatever was missed meanwhile, each batch is delivered once,
+    in order, and nothing is cleared, lost or started over, also while nothing is known yet.
+    """
+    publisher = Publisher(10**6, snapshots, count)
+    traveller = travelling(publisher, max_held, attempts=10**6)
+    clears = traveller.clears
+    for steps, unread, missed in trips:
+        for step in steps:
+            traveller.step(step)
+        traveller.reconnect(publisher, unread=unread)
+        publisher.count += missed
+    for step in last:
+        traveller.step(step)
+    traveller.settle()
+    assert traveller.blocks == publisher.truth
+    assert (traveller.clears, traveller.losses, traveller.restarts) == (clears, 0, 0)
+    assert traveller.expected == traveller.tracker.expected == publisher.count
+
+
+Ahead = st.integers(-12, 12)
+Trip = st.tuples(TripSteps, st.integers(0, 3), st.booleans(), Ahead)
+
+
+@trials(400)
+@given(
+    st.integers(0, 12),
+    st.lists(Trip, min_size=1, max_size=4),
+    TripSteps,
+    st.integers(1, 9),
+    st.booleans(),
+    MaxHeld,
+    st.integers(1, 3),
+)
+def test_whichever_run_is_behind_a_connection_the_view_is_its(
+    count: int,
+    trips: list[tuple[list[str], int, bool, int]],
+    last: list[str],
+    retain: int,
+    snapshots: bool,
+    max_held: int,
+    attempts: int,
+) -> None:
+    """G3, G4: the same run, with a log that has rolled or not, or others that are behind, level or ahead,
+    seen by replays before the connection is noticed or after, with answers or without: in the end the
+    view is what the last run holds, and nothing of another.
+    """
+    if not snapshots:  # what an engine has dropped, or is never asked for again, nobody tells
+        retain, attempts = 10**6, 10**6
+    publisher = Publisher(retain, snapshots, count)
+    traveller = travelling(publisher, max_held, attempts)
+    for steps, unread, same, ahead in trips:
+        for step in steps:
+            traveller.step(step)
+        if same:
+            publisher.count += abs(ahead)
+        else:
+            count = max(0, publisher.count + ahead)
+            publisher = Publisher(retain, snapshots, count, publisher.run + 1)
+            event("another run, " + ("behind" if ahead < 0 else "ahead" if ahead else "level"))
+        traveller.reconnect(publisher, unread=unread)
+    for step in last:
+        traveller.step(step)
+    traveller.settle()
+    assert traveller.blocks == publisher.truth
+    event(f"cleared: {bool(traveller.clears)}")

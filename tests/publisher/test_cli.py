@@ -72,6 +72,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
         (("tail", "tcp://h:1", "--timeout", "nan"), ["--timeout: nan is not above 0"]),
         (("tail", "tcp://h:1", "--timeout", "86401"), ["--timeout: 86401.0", "at most 86400"]),
         (("tail", "tcp://h:1", "-o", "xml"), ["--output", "'xml'"]),
+        (
+            ("tail", "tcp://h:1", "--server-key", "a.key_secret", "--client-key", "b.key_secret"),
+            ["--server-key: a.key_secret is the publisher's secret; give its .key"],
+        ),
+        (("tail", "tcp://h:1", "--server-key", "a.key"), ["--client-key", "without the other"]),
         (("serve",), ["--link"]),
         (("serve", "--link", "x", "--config", "/nonexistent"), ["--config", "/nonexistent"]),
         (("serve", "--link", "x", "--relay", "tcp://h:1"), ["--relay", "--link"]),
@@ -134,12 +139,37 @@ def test_a_bad_config_file_is_one_line(
 
 
 def test_a_configuration_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    """`serve --check` prints what it would run with, as JSON that it takes, and opens nothing."""
-    assert main(["serve", "--check", "--relay", "tcp://h:1", "--block-size", "4"]) == 0
+    """`serve --check` prints what it would run with, as JSON that it takes, and opens nothing. Told of a
+    worker it adds the sockets of its ranks.
+    """
+    assert main(["serve", "--check", "--endpoint", "tcp://*:7000"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
+    config = SidecarConfig(sinks=(SinkConfig(endpoint="tcp://*:7000"),))
+    assert read_config(SidecarConfig, json.loads(out)) == config
+    assert main(["serve", "--check", "--relay", "tcp://h:1", "--block-size", "4"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (rank,) = told.pop("resolved")
     relay = RelayConfig(endpoint="tcp://h:1", worker=WorkerInfo(block_size=4))
-    assert read_config(SidecarConfig, json.loads(out)) == SidecarConfig(relay=relay)
+    assert read_config(SidecarConfig, told) == SidecarConfig(relay=relay)
+    assert rank["sinks"][0]["endpoints"] == ["tcp://127.0.0.1:5557"]
+    apart = ("--endpoint", "tcp://*:7000", "--replay-endpoint", "tcp://*:8000")
+    assert main(["serve", "--check", *apart, "--dp-size", "4"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["resolved"]
+    assert [one["sinks"][0]["replay_endpoint"] for one in ranks] == [
+        f"tcp://*:{port}" for port in range(8000, 8004)
+    ]
+
+
+def test_a_variable_without_effect_is_said_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line on stderr, and the command goes on."""
+    monkeypatch.setenv("KVEVENTS_STATE_DIR", "/x")
+    assert main(["serve", "--check"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["state_dir"] is None
+    assert re.fullmatch(r"kvevents serve: KVEVENTS_STATE_DIR is not read; .*\n", err)
 
 
 def test_keys_are_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -399,6 +429,8 @@ def test_what_the_publisher_exports_is_what_it_says() -> None:
     names = publisher.__all__
     assert [name for name in names if not hasattr(publisher, name)] == []
     assert publisher.spawn is spawn
+    for name in ("ConfigError", "CurveConfig", "RelayConfig", "load_config", "read_config"):
+        assert name in names
     with pytest.raises(AttributeError, match="'Nothing'"):
         _ = publisher.Nothing  # type: ignore[attr-defined]
 

@@ -73,6 +73,8 @@ BOUNDS: list[tuple[Any, str, Any, str]] = [
     (SinkConfig, "endpoint", ("tcp://h:1", "nonsense"), "('tcp://h:1', 'nonsense') are several"),
     (SinkConfig, "topic", "{pod}", "'pod' in '{pod}' is not one of pod_ip, port, pod_name"),
     (SinkConfig, "topic", "\ud800", "'\\ud800' cannot be encoded"),
+    (SidecarConfig, "http_endpoint", "None", "'None' is not http://HOST:PORT"),
+    (RelayConfig, "replay_endpoint", "", "'' is neither tcp://HOST:PORT nor ipc://PATH"),
     (SinkConfig, "topic", "x" * 4097, "4097 bytes are above 4096"),
     (SinkConfig, "buffer_bytes", 2**63, "9223372036854775808 is above 9223372036854775807"),
     (SinkConfig, "coalesce_s", -0.5, "-0.5 is not in 0..10"),
@@ -178,6 +180,63 @@ def test_the_bounds_themselves_are_taken(key: str, values: list[Any]) -> None:
     """Both ends of a range are in it."""
     for value in values:
         assert getattr(SinkConfig(**{key: value}), key) == value
+
+
+@pytest.mark.parametrize("said", [None, "none"])
+def test_none_can_be_said_where_toml_has_no_word_for_it(said: str | None) -> None:
+    """The text "none", in a file and in Python, is None: no replay, no HTTP."""
+    data = {
+        "sinks": [{"replay_endpoint": said}],
+        "http_endpoint": said,
+        "relay": {
+            "endpoint": "tcp://h:1",
+            "replay_endpoint": said,
+            "worker": {"block_size": 16},
+        },
+    }
+    read = read_config(SidecarConfig, data)
+    relay = RelayConfig(endpoint="tcp://h:1", replay_endpoint=said, worker=WORKER)
+    sinks = (SinkConfig(replay_endpoint=said),)
+    assert read == SidecarConfig(sinks=sinks, http_endpoint=said, relay=relay)
+    assert read.relay is not None
+    settled = (read.sinks[0].replay_endpoint, read.http_endpoint, read.relay.replay_endpoint)
+    assert settled == (None, None, None)
+
+
+def test_who_connects_has_no_replay_unless_told_to() -> None:
+    """Unsaid, it is the default address to bind and none to connect; what is there afterwards is settled,
+    and is what a sidecar elsewhere reads.
+    """
+    binding, connecting = SinkConfig(), SinkConfig(mode="connect", endpoint="tcp://h:5557")
+    assert binding.replay_endpoint == "tcp://127.0.0.1:5558"
+    assert connecting.replay_endpoint is None
+    for replay in ("tcp://127.0.0.1:5558", "tcp://*:0"):
+        told = SinkConfig(mode="connect", endpoint="tcp://h:5557", replay_endpoint=replay)
+        assert told.replay_endpoint == replay
+        assert told != connecting
+    for sink in (binding, connecting):
+        assert msgspec.structs.replace(sink, hwm=5).replay_endpoint == sink.replay_endpoint
+        crossed = read_config(SinkConfig, msgspec.json.decode(msgspec.json.encode(sink)))
+        assert crossed == sink
+        assert read_config(SinkConfig, {"mode": sink.mode, "endpoint": sink.endpoint}) == sink
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"mode": "connect"}, "the port of what it connects to says nothing of this worker"),
+        ({"endpoint": "ipc:///run/kv"}, "'ipc:///run/kv' has none"),
+    ],
+)
+def test_a_port_that_says_nothing_is_in_no_topic(settings: dict[str, Any], why: str) -> None:
+    """`{port}` is of a bound tcp socket: a router's, or none, is refused before any socket is open."""
+    with pytest.raises(ConfigError) as error:
+        SinkConfig(topic="kv@h:{port}@m", **settings)
+    assert str(error.value) == (
+        f"topic: {{port}} of 'kv@h:{{port}}@m': {why}; write the port itself"
+    )
+    SinkConfig(topic="kv@h:8000@{{port}}", **settings)
+    SinkConfig(topic="kv@h:{port}@m")
 
 
 def test_two_sockets_may_both_ask_for_any_port() -> None:
@@ -339,10 +398,40 @@ LAYOUTS: list[tuple[SidecarConfig, int, str | None]] = [
     (sidecar({"endpoint": "tcp://h:65533"}), 4, "sinks[0].endpoint: port 65533 + rank 3"),
     (sidecar({"endpoint": "tcp://h:65533", "add_dp_rank": False}), 4, None),
     (
-        sidecar({"mode": "connect", "endpoint": ("tcp://h:1", "tcp://i:65535")}),
+        sidecar(
+            {"mode": "connect", "endpoint": ("tcp://h:1", "tcp://i:65535"), "add_dp_rank": True}
+        ),
         2,
         "sinks[0].endpoint: port 65535 + rank 1",
     ),
+    (sidecar({"mode": "connect", "endpoint": "tcp://h:65535"}), 9, None),
+    (
+        sidecar({"mode": "connect", "endpoint": "tcp://r:5557", "replay_endpoint": "tcp://*:5558"}),
+        4,
+        None,
+    ),
+    (
+        sidecar(
+            {"mode": "connect", "endpoint": "tcp://127.0.0.1:5557"},
+            {"endpoint": "tcp://*:5558", "replay_endpoint": "tcp://*:5562"},
+        ),
+        4,
+        None,
+    ),
+    (
+        sidecar(
+            {"mode": "connect", "endpoint": "tcp://127.0.0.1:5557"},
+            {"endpoint": "tcp://*:5554"},
+        ),
+        4,
+        "sinks[0].endpoint: tcp://127.0.0.1:5557 is our own sinks[1].endpoint, tcp://*:5554 (ranks",
+    ),
+    (
+        sidecar({"mode": "connect", "endpoint": "tcp://r:1", "replay_endpoint": "tcp://*:65535"}),
+        2,
+        "sinks[0].replay_endpoint: port 65535 + rank 1",
+    ),
+    (sidecar({"replay_endpoint": "tcp://127.0.0.1:5558", "add_dp_rank": False}), 9, None),
     (sidecar({}, http_endpoint="http://127.0.0.1:65535"), 2, "http_endpoint: port 65535 + rank 1"),
     (SidecarConfig(), 1, None),
     (SidecarConfig(), 2, "sinks[0].replay_endpoint: tcp://127.0.0.1:5558 (ranks 0..1) is on the"),
@@ -382,6 +471,7 @@ LAYOUTS: list[tuple[SidecarConfig, int, str | None]] = [
                 "mode": "connect",
                 "endpoint": "tcp://127.0.0.1:1",
                 "replay_endpoint": "tcp://*:2",
+                "add_dp_rank": True,
             }
         ),
         2,
@@ -432,6 +522,50 @@ def test_four_ranks_have_four_ports() -> None:
     alone = SinkConfig(endpoint="tcp://h:5557", add_dp_rank=False)
     assert alone.endpoints_of(3) == ("tcp://h:5557",)
     assert alone.replay_endpoint_of(3) == "tcp://127.0.0.1:5558"
+
+
+@pytest.mark.parametrize(
+    ("add_dp_rank", "target", "replay"),
+    [
+        (None, "tcp://h:1", "tcp://*:12"),
+        (True, "tcp://h:4", "tcp://*:12"),
+        (False, "tcp://h:1", "tcp://*:9"),
+    ],
+)
+def test_ranks_have_their_router_in_common(
+    add_dp_rank: bool | None, target: str, replay: str
+) -> None:
+    """Unless told otherwise the rank moves what it binds, not what it connects to."""
+    sink = SinkConfig(
+        mode="connect",
+        endpoint="tcp://h:1",
+        replay_endpoint="tcp://*:9",
+        add_dp_rank=add_dp_rank,
+    )
+    assert sink.endpoints_of(3) == (target,)
+    assert sink.replay_endpoint_of(3) == replay
+
+
+@given(
+    st.sampled_from(["127.0.0.1", "10.0.0.1"]),
+    st.sampled_from(["*", "127.0.0.1", "10.0.0.1"]),
+    st.integers(5550, 5562),
+    st.tuples(*[st.none() | st.booleans()] * 2),
+    st.integers(1, 6),
+)
+def test_no_rank_connects_to_what_a_rank_binds(
+    target: str, host: str, port: int, moves: tuple[bool | None, bool | None], num_ranks: int
+) -> None:
+    """Whichever of the two moves: what is refused is what listing every address of every rank finds."""
+    connecting = {"mode": "connect", "endpoint": f"tcp://{target}:5556", "add_dp_rank": moves[0]}
+    binding = {"endpoint": f"tcp://{host}:{port}", "add_dp_rank": moves[1]}
+    ranks = range(num_ranks)
+    targets = {5556 + (rank if moves[0] else 0) for rank in ranks}
+    bound = {port + (0 if moves[1] is False else rank) for rank in ranks}
+    meet = (host == target or (host == "*" and target == "127.0.0.1")) and targets & bound
+    said = refusal(sidecar(connecting, binding), num_ranks)
+    assert (said is not None) == bool(meet)
+    assert said is None or said.startswith("sinks[0].endpoint: ")
 
 
 hosts = st.sampled_from(["*", "127.0.0.1", "10.0.0.1"])

@@ -20,7 +20,9 @@ from publisher.config import (
     SinkConfig,
     WorkerInfo,
 )
-from publisher.settings import Settings, add_options, pod_facts, read_settings
+from publisher.config_file import load_config
+from publisher.resolved import resolved
+from publisher.settings import Settings, add_options, pod_facts, read_settings, unread
 
 POD = {"POD_IP": "10.1.2.3", "POD_NAME": "worker-0", "NAMESPACE": "kv"}
 LINK = ("--link", "/run/link")
@@ -142,6 +144,8 @@ def test_a_relay_is_told_who_the_worker_is(tmp_path: Path) -> None:
         *("--relay-replay-endpoint", "tcp://127.0.0.1:6001", "--dp-rank", "1", "--dp-size", "2"),
         *("--model", "m", "--worker-id", "w", "--replay-endpoint", "none"),
     )
+    silent = settings(*RELAY, "--relay-replay-endpoint", "none").config.relay
+    assert silent is not None and silent.replay_endpoint is None
     relay = RelayConfig(
         endpoint="tcp://127.0.0.1:6000",
         replay_endpoint="tcp://127.0.0.1:6001",
@@ -162,6 +166,105 @@ def test_the_environment_says_what_is_of_a_pod() -> None:
     """POD_IP, POD_NAME and NAMESPACE; empty ones are not there."""
     assert pod_facts(POD) == {"pod_ip": "10.1.2.3", "pod_name": "worker-0", "namespace": "kv"}
     assert pod_facts({"POD_IP": "", "NAMESPACE": "kv"}) == {"namespace": "kv"}
+
+
+def test_a_file_can_say_none(tmp_path: Path) -> None:
+    """TOML has no null: the text "none" is what flags take too."""
+    file = tmp_path / "sidecar.toml"
+    file.write_text('http_endpoint = "none"\n[[sinks]]\nreplay_endpoint = "none"\n')
+    made = config("--config", str(file))
+    assert (made.http_endpoint, made.sinks[0].replay_endpoint) == (None, None)
+
+
+def test_a_file_is_loaded_as_it_is_read(tmp_path: Path) -> None:
+    """For `spawn()`: `load_config` gives what --config would; what is wrong names `path`, or the key."""
+    file = tmp_path / "sidecar.toml"
+    file.write_text('linger_s = 2\n[[sinks]]\nmode = "connect"\nendpoint = "tcp://r:1"\n')
+    assert load_config(file) == load_config(str(file)) == config("--config", str(file))
+    file.write_text("linger_s = 99")
+    with pytest.raises(ConfigError, match=r"^linger_s: 99\.0 is not in 0\.\.60$"):
+        load_config(file)
+    for path, said in (
+        (tmp_path / "missing.json", rf"^path: {tmp_path}/missing\.json: No such file"),
+        (tmp_path / "a.yaml", r"^path: .*/a\.yaml ends in neither \.json nor \.toml$"),
+        ("-", "^path: - is no file$"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config(path)
+
+
+def test_variables_that_nobody_reads_are_named() -> None:
+    """One line for those that look like ours; not for what Kubernetes sets of a service, nor for what is
+    read.
+    """
+    read = ["POD_IP", "POD_NAME", "NAMESPACE"]
+    read += ["KVEVENTS_CURVE_SECRET_KEY", "KVEVENTS_CURVE_CLIENT_KEYS"]
+    links = [
+        *("KVEVENTS_SERVICE_HOST", "KVEVENTS_SERVICE_PORT", "KVEVENTS_SERVICE_PORT_PUB"),
+        *("KVEVENTS_PORT", "KVEVENTS_PORT_5557_TCP", "KVEVENTS_PORT_5557_TCP_ADDR"),
+        "KVEVENTS_EPP_SERVICE_HOST",
+    ]
+    harmless = dict.fromkeys([*read, *links, "PATH", "MY_KVEVENTS_X", "kvevents_x"], "x")
+    assert unread(harmless) is None
+    these = f"not read; of the environment these are: {', '.join(read)}"
+    assert unread(harmless | {"KVEVENTS_STATE_DIR": "/x"}) == f"KVEVENTS_STATE_DIR is {these}"
+    misspelled = {"KVEVENTS_CURVE_SECRETKEY": "/x", "KVEVENTS_": ""}
+    assert unread(misspelled) == f"KVEVENTS_, KVEVENTS_CURVE_SECRETKEY are {these}"
+    many = {f"KVEVENTS_\n{number}" + "x" * 999: "" for number in range(99)}
+    said = unread(many)
+    assert said is not None and said.isprintable() and len(said) < 1000
+    assert "91 more are not read" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        ((), []),
+        (("--dp-size", "3"), [0, 1, 2]),
+        (("--dp-size", "3", "--dp-rank", "1"), [1]),
+        (("--dp-rank", "2"), [2]),
+        (("--model", "m"), [0]),
+        (("--dp-size", "40"), list(range(16))),
+        ((*RELAY, "--dp-rank", "1", "--dp-size", "4"), [1]),
+        (RELAY, [0]),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_the_ranks_that_were_asked_for_are_shown(
+    arguments: tuple[str, ...], ranks: list[int]
+) -> None:
+    """Those of --dp-size, sixteen at most, or the one of --dp-rank; a relay's own; none if none is told
+    of, or without --check.
+    """
+    apart = ("--endpoint", "tcp://*:7000", "--replay-endpoint", "tcp://*:8000")
+    made = settings(*apart, *arguments, "--check")
+    assert [worker.dp_rank for worker in made.shown] == ranks
+    assert settings(*LINK, *apart).shown == settings(*RELAY, *apart).shown == ()
+
+
+def test_what_a_rank_comes_to_is_told() -> None:
+    """Its addresses, moved, and its topic where all that it names is known by now."""
+    given = (*("--topic", "kv@{pod_ip}:{port}@{model}"), "--endpoint", "tcp://*:7000")
+    made = settings("--check", *given, "--model", "m", "--dp-rank", "2", environ=POD)
+    (worker,) = made.shown
+    assert resolved(made.config, worker, made.facts) == {
+        "dp_rank": 2,
+        "sinks": [
+            {
+                "name": "sink0",
+                "endpoints": ("tcp://*:7002",),
+                "replay_endpoint": "tcp://127.0.0.1:5560",
+                "topic": "kv@10.1.2.3:7002@m",
+            }
+        ],
+        "http_endpoint": "http://127.0.0.1:0",
+    }
+    for topic, endpoint in (("{port}", "tcp://*:0"), ("{worker_id}", "tcp://*:7000")):
+        made = settings("--check", "--topic", topic, "--endpoint", endpoint, "--model", "m")
+        (told,) = resolved(made.config, made.shown[0], made.facts)["sinks"]
+        assert "topic" not in told
+    said = refusal("--check", "--topic", "kv@h@{model}", "--model", "a@b")
+    assert said.startswith("--topic: {model} of 'kv@h@{model}' is 'a@b'; llm-d splits")
 
 
 @pytest.mark.parametrize(
@@ -189,11 +292,19 @@ def test_the_environment_says_what_is_of_a_pod() -> None:
         ((*LINK, "--replay-endpoint", "x"), "--replay-endpoint: 'x' is neither"),
         ((*LINK, "--topic", "{"), "--topic: '{' has a { alone"),
         (
+            (*LINK, "--mode", "connect", "--topic", "kv@h:{port}@m"),
+            "--topic: {port} of 'kv@h:{port}@m': the port of what it connects to says nothing",
+        ),
+        (
             (*LINK, "--topic", "kv@{pod_ip}@m"),
             "--topic: {pod_ip} of 'kv@{pod_ip}@m' has no value: the environment has no POD_IP",
         ),
         ((*LINK, "--http-endpoint", "x"), "--http-endpoint: 'x' is not http://HOST:PORT"),
         ((*LINK, "--state-dir", ""), "--state-dir: '' is not a path"),
+        (
+            ("--check", "--dp-size", "2", "--replay-endpoint", "tcp://*:5558"),
+            "--replay-endpoint: tcp://*:5558 (ranks 0..1) is on the address of sinks[0].endpoint",
+        ),
         (("--check", "--dp-size", "2"), "sinks[0].replay_endpoint: tcp://127.0.0.1:5558 (ranks"),
         (("--check", "--dp-size", "0"), "--dp-size: 0 is not in 1..2147483648"),
     ],
@@ -290,7 +401,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ engines' JSON
 
-ENGINES = SinkConfig(name="sink0", endpoint="tcp://*:5557", replay_endpoint=None)
+ENGINES = SinkConfig(name="sink0", endpoint="tcp://*:5557", replay_endpoint=None, add_dp_rank=True)
 """What SGLang 0.5.23 and vLLM 0.33 do when they are told nothing but to publish."""
 
 EVERY_KEY = """{
@@ -342,7 +453,17 @@ EVERY_KEY = """{
 def test_what_engines_are_told_is_taken_as_it_is(text: str, expected: SinkConfig) -> None:
     """Keys and defaults are SGLang's and vLLM's; a sink's own keys may be there too."""
     made = config("--kv-events-config", text, environ=POD).sinks
-    assert made == (msgspec.structs.replace(expected, name=expected.name or "sink0"),)
+    expected = msgspec.structs.replace(expected, name=expected.name or "sink0", add_dp_rank=True)
+    assert made == (expected,)
+
+
+def test_engines_add_the_rank_to_every_port() -> None:
+    """As theirs do, also to a router's; it can be said otherwise, and "none" can be said too."""
+    keys = {"endpoint": "tcp://router:5557", "replay_endpoint": "tcp://*:5558"}
+    assert sink(*engines(**keys)).endpoints_of(2) == ("tcp://router:5559",)
+    assert sink(*engines(**keys, add_dp_rank=False)).endpoints_of(2) == ("tcp://router:5557",)
+    assert sink(*engines(**keys, add_dp_rank=None)).replay_endpoint_of(2) == "tcp://*:5560"
+    assert sink(*engines(**keys | {"replay_endpoint": "none"})).replay_endpoint is None
 
 
 @pytest.mark.parametrize(
@@ -411,6 +532,8 @@ def test_two_sided_connect_is_refused_where_it_is_likely() -> None:
         ('{"bind": true, "mode": "connect"}', "bind: True, and mode is 'connect'"),
         ('{"mode": "x"}', "mode: 'x' is not one of bind, connect"),
         ('{"dialect": "x"}', "dialect: 'x' is not one of sglang"),
+        ('{"add_dp_rank": "no"}', "add_dp_rank: Expected `bool | null`, got `str`"),
+        ('{"endpoint": "tcp://r:1", "topic": "kv@h:{port}@m"}', "topic: {port} of 'kv@h:{port}@m'"),
     ],
 )
 def test_what_engines_json_cannot_say_is_named(text: str, said: str) -> None:
