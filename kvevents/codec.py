@@ -7,6 +7,7 @@ both read.
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ def decode_batch(payload: bytes) -> Decoded:
 def _check_batch(batch: KVEventBatch) -> None:
     if type(batch.ts) is not float:
         raise TypeError(f"ts: {batch.ts!r} is not a float")
+    if not math.isfinite(batch.ts):
+        raise ValueError(f"ts: {batch.ts} is not finite")
     rank = batch.dp_rank
     if type(rank) is not int or not 0 <= rank < 2**31:
         raise ValueError(f"dp_rank: {rank!r} is not in 0..{2**31 - 1}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,6 +165,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    for early in (signal.SIGUSR1, signal.SIGHUP):  # there is nothing to tell anew yet
+        signal.signal(early, signal.SIG_IGN)
     from publisher.settings import read_settings, unread
 
     if (note := unread()) is not None:

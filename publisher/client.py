@@ -49,7 +49,7 @@ from publisher.link import (
     receive,
     send,
 )
-from publisher.ring import MIN_RING_BYTES, RingWriter
+from publisher.ring import MIN_RING_BYTES, RingWriter, above_streams
 
 __all__ = ["DEFAULT_RING_BYTES", "RETELL_BLOCKS", "ClientStats", "LinkError", "SidecarClient"]
 
@@ -115,7 +115,7 @@ class SidecarClient:
         self.link_id = os.urandom(LINK_ID_BYTES)
         """Of this stream of numbers, for all the sidecars that will read it."""
         self._ring = RingWriter(ring_bytes)
-        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._eventfd = above_streams(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         try:
             welcome = Welcome(VERSION, worker, self.link_id)
             self.door = Door(path, welcome, (self._ring.fd, self._eventfd))

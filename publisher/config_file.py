@@ -43,6 +43,8 @@ def read_file(key: str, name: str) -> dict[str, typing.Any]:
 
 def _parse(name: str) -> object:
     if name == "-":
+        if sys.stdin is None:
+            raise ConfigError("--config: standard input is closed")
         return msgspec.json.decode(_limited(sys.stdin.buffer))
     suffix = Path(name).suffix
     if suffix not in (".json", ".toml"):

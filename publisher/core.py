@@ -96,7 +96,10 @@ class Core:
         """Of the sinks that earlier processes kept a seq for."""
         if folder is not None:
             self._kept_names = _read_names(folder)
-            self._seqs = [SeqFile(folder / f"seq-{name}") for name in names]
+            try:
+                self._seqs = [SeqFile(folder / f"seq-{name}") for name in names]
+            except OSError as error:
+                raise StateError(f"state_dir: {folder}: {error.strerror}") from None
             if with_journal:
                 self.journal = Journal(folder)
         self.replica = Replica(worker)
@@ -187,7 +190,7 @@ class Core:
             raise KVEventsError("the worker is another")
         replica = Replica(self._worker)
         replica.load(
-            found.pieces,
+            _until(deadline, found.pieces),
             expected=head.expected,
             in_step=head.in_step,
             tells_batches=head.tells_batches,
@@ -292,9 +295,10 @@ class Core:
         return self._ready([Numbered(number, frame)])
 
     def end(self) -> list[Numbered]:
-        """The worker is gone."""
+        """The worker is gone, and with it all that it held: nothing of it is told again."""
         ts = self._clock()
         published = self.cut()
+        self.replica.forget()
         return published + self._ready(
             [Numbered(number, output.end(ts)) for number, output in enumerate(self.outputs)]
         )

@@ -8,6 +8,7 @@ D2  Whoever connects has a deadline for each step, and its slowness costs nobody
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -37,6 +38,7 @@ __all__ = ["Admitted", "Door", "Left", "Outcome", "TurnedAway"]
 _HELLO_S = 2.0
 _DEAF_S = 0.5  # after a connection could not be accepted
 _GUESTS = 16
+_PATH_BYTES = 107  # sockaddr_un, less the final zero
 _BACKLOG = 128
 _ucred = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
 
@@ -100,6 +102,8 @@ class Door:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.settimeout(0)
+            if len(os.fsencode(path)) > _PATH_BYTES:
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
             self._listener.bind(str(path))
             self._listener.listen(_BACKLOG)
         except BaseException:

@@ -321,7 +321,7 @@ def _read_chain(folder: Path, generations: list[int]) -> Iterator[Entry]:
 def _read_entries(path: Path) -> Generator[Entry, None, int | None]:
     """The entries up to the end, or to the first that is torn, and then it returns its position."""
     try:
-        data = path.read_bytes()
+        data = path.read_bytes() if path.is_file() else b""  # not what one may wait for
     except OSError:
         return 0
     if data[: len(_MAGIC)] != _MAGIC:
@@ -348,7 +348,7 @@ def _generations(folder: Path) -> list[int]:
     return sorted(
         generation
         for what, generation, path in _files(folder)
-        if what == "entries" and path.stat().st_size
+        if what == "entries" and path.is_file() and path.stat().st_size
     )
 
 

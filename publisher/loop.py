@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -32,6 +33,7 @@ __all__ = ["Loop"]
 _INPUTS_PER_TAKE = 1  # one may be of 256 blocks, which take milliseconds
 _TURN_S = 0.002  # for the source, before clients have their turn
 _DRAIN_S = 2.0
+_LOOK_S = 0.1  # for a successor, while lingering
 _LONGEST_WAIT_S = 5.0  # health is that the loop turns
 _SILENCE_S = 60.0
 _LOG_INTERVAL_S = 1.0
@@ -54,10 +56,11 @@ class Loop:
         signals: Signals,
         guard: Guard | None,
         handler: LineHandler | None = None,
+        successor_waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self._source, self._core, self._sinks, self._config = source, core, sinks, config
         self._status, self._signals, self._guard = status, signals, guard
-        self._handler = handler
+        self._handler, self._successor_waits = handler, successor_waits
         self._replays = [
             (sink, server)
             for sink in sinks
@@ -97,6 +100,7 @@ class Loop:
 
     def run(self) -> None:
         """Until the worker is gone, then until the linger is over; or until SIGTERM."""
+        gc.unfreeze()  # of a worker before
         gc.collect()
         gc.freeze()  # what start-up made is never garbage; it need not be looked at again
         gc.set_threshold(*gc.get_threshold()[:2], _NEVER)  # it takes 0.1 s where 200,000 blocks are
@@ -105,7 +109,7 @@ class Loop:
             if not self._source.alive:
                 break
             self._answer_flushes(time.monotonic())
-        if self._signals.stopping:
+        if self._signals.stopping and self._source.alive:
             self._drain()
         else:
             self._last_words()
@@ -228,13 +232,16 @@ class Loop:
         self._status.source.worker_up = self._status.ready = False
         until = time.monotonic() + _DRAIN_S
         self._more = True
-        while self._more and time.monotonic() < until:
+        while self._more and not self._signals.stopping and time.monotonic() < until:
             self._publish(time.monotonic())
+        self._more = False  # what is left is of a worker that holds nothing any more
         now = time.monotonic()
         self._send(self._core.end(), now)
         until = now + self._config.linger_s
         while not self._signals.stopping and (now := time.monotonic()) < until:
-            self._turn(now, until)
+            if self._successor_waits():
+                break
+            self._turn(now, min(until, now + _LOOK_S))
         self._core.forget()
 
     # --------------------------------------------------------------------------------- status

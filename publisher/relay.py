@@ -12,6 +12,7 @@ Memory is bounded by the queues: `hwm` messages of each socket, the frames of on
 
 from __future__ import annotations
 
+import errno
 import struct
 import time
 from collections import deque
@@ -22,7 +23,7 @@ import zmq
 
 from kvevents.errors import KVEventsError
 from kvevents.frames import End, Frame, parse_live, parse_replay_answer, replay_request
-from publisher.config import RelayConfig
+from publisher.config import ConfigError, RelayConfig
 from publisher.engine_stream import Ask, EngineStream, RelayStats, Step
 from publisher.source import Input
 
@@ -34,6 +35,8 @@ _MAX_MESSAGE_BYTES = 256 << 20
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 100, 1000
 _REOPEN_S = 0.1
 _LONGEST_PROBE_S = 30.0
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_NO_DESCRIPTORS_S = 0.5
 
 
 class RelaySource:
@@ -124,6 +127,17 @@ class RelaySource:
 
     def _open(self) -> None:
         self._open_at = _INF
+        try:
+            self._open_live()
+        except zmq.ZMQError as error:
+            self._close_live()
+            if error.errno not in _NO_DESCRIPTORS:
+                raise ConfigError(
+                    f"relay.endpoint: {self._config.endpoint}: {error.strerror}"
+                ) from None
+            self._open_at = self._clock() + _NO_DESCRIPTORS_S
+
+    def _open_live(self) -> None:
         self._sub = sub = self._context.socket(zmq.SUB)
         self._monitor = sub.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -176,6 +190,7 @@ class RelaySource:
         if self._sub is not None and self._monitor is not None:
             self._sub.disable_monitor()
             self._monitor.close(linger=0)
+        if self._sub is not None:
             self._sub.close(linger=0)
         self._sub = self._monitor = None
 
@@ -260,9 +275,16 @@ class RelaySource:
         self._close_dealer()
         endpoint = self._config.replay_endpoint
         assert endpoint is not None, "E1: only a stream that can replay asks"
-        self._dealer = dealer = self._context.socket(zmq.DEALER)
-        self._connect(dealer, endpoint)
-        dealer.send_multipart(replay_request(start), zmq.NOBLOCK)
+        try:
+            self._dealer = dealer = self._context.socket(zmq.DEALER)
+            self._connect(dealer, endpoint)
+            dealer.send_multipart(replay_request(start), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._close_dealer()
+            if error.errno not in _NO_DESCRIPTORS:
+                raise ConfigError(f"relay.replay_endpoint: {endpoint}: {error.strerror}") from None
+            self._replay_at = self._clock() + _NO_DESCRIPTORS_S  # as if no answer came
+            return
         self._replay_at = self._clock() + self._replay_timeout_s
 
     def _close_dealer(self) -> None:

@@ -10,6 +10,7 @@ R3  The same inputs give the same events, here and in a later process that reads
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -123,6 +124,8 @@ class Replica:
             return self._lost(given)
         apply = self._apply_batch if given.flags & BATCH else self._apply_records
         told = apply(given)
+        if told is not None and not math.isfinite(told.ts):
+            told = Told(self.ts, told.events)
         if told is not None:
             self.counts.events += len(told.events)
             self.received.add(told.events)
@@ -194,6 +197,10 @@ class Replica:
         self.in_step = False
 
     # ---------------------------------------------------------------------------------- state
+
+    def forget(self) -> None:
+        """Hold nothing any more."""
+        self._forget()
 
     def count_from_here(self) -> None:
         """Begin all counts at 0: what an earlier process took is not to be counted again."""

@@ -17,6 +17,7 @@ lock taken and released between body and `head` keeps them in order.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import platform
@@ -26,7 +27,7 @@ from threading import Lock
 
 from kvevents.errors import KVEventsError
 
-__all__ = ["MIN_RING_BYTES", "Message", "RingReader", "RingWriter"]
+__all__ = ["MIN_RING_BYTES", "Message", "RingReader", "RingWriter", "above_streams"]
 
 MIN_RING_BYTES = 4096
 _HEADER_BYTES = 4096
@@ -48,6 +49,18 @@ class Message:
     number: int
     flags: int
     body: bytes
+
+
+def above_streams(fd: int) -> int:
+    """The descriptor, or a copy in its place: in a process whose standard streams are closed it would be
+    one of them, and be written into.
+    """
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
 
 
 class _Ring:
@@ -75,7 +88,7 @@ class RingWriter(_Ring):
         if capacity < MIN_RING_BYTES:
             raise ValueError(f"ring_bytes: {capacity} is below {MIN_RING_BYTES}")
         size = _HEADER_BYTES + -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.fd = os.memfd_create("kvevents-ring", os.MFD_CLOEXEC)
+        self.fd = above_streams(os.memfd_create("kvevents-ring", os.MFD_CLOEXEC))
         os.ftruncate(self.fd, size)
         super().__init__(self.fd, size)
         self._words[_W_CAPACITY] = self.capacity

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import select
 import sys
 import time
@@ -36,7 +37,9 @@ __all__ = ["serve"]
 _CONNECT_S = 10.0
 _TAKE_OVER_S = 4.0
 """How long, beyond its linger, to wait for an earlier sidecar to let go of the state."""
+_LONGEST_TAKE_OVER_S = 8.0  # a worker waits ten for its sidecar to be ready
 _LOOK_AGAIN_S = 0.2
+_PATH_BYTES = 107  # sockaddr_un, less the final zero
 _CLOSE_LINGER_S = 0.2  # what was published last has had the linger to leave
 
 _RANK = re.compile(r"dp(\d{1,9})$")
@@ -59,6 +62,9 @@ def serve(
     say besides. `forever`: wait for a worker, and for the next one when it is gone. Raises SourceError
     when there is no worker at `link`.
     """
+    if link is not None and len(os.fsencode(link)) > _PATH_BYTES:
+        raise ConfigError(f"--link: {link}: longer than {_PATH_BYTES} bytes")
+    _raise_descriptor_limit()
     handler = configure(config.log_format, config.log_level, sys.stderr)
     waits = forever and link is not None
     signals = Signals(ignore_interrupt=not waits and link is not None)
@@ -71,6 +77,13 @@ def serve(
             return _serve_one(link, config, facts or {}, signals, handler, front)
         finally:
             remove_if_left(link)  # of a worker that was killed
+
+
+def _raise_descriptor_limit() -> None:
+    """As many as this process may have: each subscriber takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _serve_all(
@@ -106,12 +119,20 @@ def _serve_all(
 
 def _await_link(link: Path, signals: Signals) -> bool:
     """Until something is at `link`; False when the process is to end."""
-    if not link.exists():
+    if not _is_there(link):
         _log.info("waiting for a worker at %s", link)
-    while not link.exists():
+    while not _is_there(link):
         if not _wait(signals):
             return False
     return True
+
+
+def _is_there(link: Path) -> bool:
+    """Raises ConfigError for a path that cannot be looked at."""
+    try:
+        return link.exists()
+    except OSError as error:
+        raise ConfigError(f"--link: {link}: {error.strerror}") from None
 
 
 def _wait(signals: Signals) -> bool:
@@ -170,7 +191,7 @@ def _open(
     worker = source.worker
     before = source.before if isinstance(source, LinkSource) else None
     check_ports(config, worker)
-    folder = _state_folder(config, worker, link)
+    folder = _state_folder(config, worker, link, signals)
     if folder is not None:
         state.callback(folder.close)
     core = Core(
@@ -204,7 +225,8 @@ def _open(
     front.status = status
     if not front.stays:  # its port is free before the state is
         opened.callback(front.close)
-    loop = Loop(source, core, sinks, config, status, signals, guard, handler)
+    waits = folder.successor_waits if folder is not None else lambda: False
+    loop = Loop(source, core, sinks, config, status, signals, guard, handler, waits)
     loop.begin()
     if isinstance(source, LinkSource):
         source.ready(Ready(tuple(sink.bound for sink in sinks), front.endpoint))
@@ -224,22 +246,25 @@ def _naming(config: SidecarConfig, number: int) -> Iterator[None]:
 
 
 def _state_folder(
-    config: SidecarConfig, worker: WorkerInfo, link: Path | None
+    config: SidecarConfig, worker: WorkerInfo, link: Path | None, signals: Signals
 ) -> StateFolder | None:
-    """Named by what subscribers know the stream by: the worker's id, or the first sink's address. Where
-    that is any free port, what is kept ends with the worker: it is beside the link.
+    """Named by what subscribers know the stream by: the worker's id, or the first address that is bound.
+    Where that is any free port, or there is none, what is kept ends with the worker: beside the link.
     """
     if config.persist == "none":
         return None
-    address = config.sinks[0].endpoints_of(worker.dp_rank)[0]
-    stable = worker.worker_id or not Endpoint.parse("endpoint", address).is_any
+    bound = [sink for sink in config.sinks if sink.mode == "bind"]  # who connects has no address
+    address = bound[0].endpoints_of(worker.dp_rank)[0] if bound else ""
+    stable = worker.worker_id or (bound and not Endpoint.parse("endpoint", address).is_any)
     root = Path(config.state_dir) if config.state_dir else default_root()
     if not stable and config.state_dir is None:
         if link is None:
             return None
         root = link.parent / "state"
-    name = f"{worker.worker_id or address}-dp{worker.dp_rank}" if stable else f"dp{worker.dp_rank}"
-    return StateFolder(root, name, wait_s=config.linger_s + _TAKE_OVER_S)
+    label = worker.worker_id or address.replace("://", "_").replace(":", "_")
+    name = f"{label}-dp{worker.dp_rank}" if stable else f"dp{worker.dp_rank}"
+    wait_s = min(config.linger_s + _TAKE_OVER_S, _LONGEST_TAKE_OVER_S)
+    return StateFolder(root, name, wait_s=wait_s, stopping=lambda: signals.stopping)
 
 
 def _say_started(core: Core, sinks: list[Sink], config: SidecarConfig, front: Front) -> None:

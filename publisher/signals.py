@@ -25,6 +25,7 @@ class Signals:
         if ignore_interrupt:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)  # a worker may have blocked them
         self.stopping = False
         """Whether the process is to end."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -34,8 +36,18 @@ class StateFolder:
     and the reason, when it cannot be made, is open to others, or stays locked.
     """
 
-    def __init__(self, root: Path, name: str, *, wait_s: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        *,
+        wait_s: float,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.path = root / _plain(name)
+        self._next = self.path / "next"
+        """There while a successor waits."""
+        self._stopping = stopping
         try:
             _make_private(root)
             _make_private(self.path)
@@ -49,23 +61,34 @@ class StateFolder:
             raise
 
     def _acquire(self, deadline: float) -> None:
+        waits = False
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() >= deadline:
+                if not waits:
+                    waits = True
+                    with contextlib.suppress(OSError):  # it only hastens
+                        self._next.touch()
+                if time.monotonic() >= deadline or self._stopping():
                     pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "?"
                     raise StateError(
                         f"state_dir: {self.path}: in use by the sidecar with pid {pid}, which has the"
                         " same worker_id or address"
                     ) from None
                 time.sleep(_LOCK_RETRY_S)  # flock has no deadline of its own
+        with contextlib.suppress(OSError):
+            self._next.unlink(missing_ok=True)
         try:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         except OSError:  # a full disk: the pid is for people only
             pass
+
+    def successor_waits(self) -> bool:
+        """Whether another sidecar waits for this one to let go."""
+        return self._next.exists()
 
     def close(self) -> None:
         """Let go of the lock; safe to call twice."""
@@ -75,9 +98,11 @@ class StateFolder:
 
 
 def _plain(name: str) -> str:
-    """One component of a path. A long name ends with a digest of all of it: ranks differ at the end."""
+    """One component of a path, another for another name: one that is too long, or has what a path may
+    not, ends with a digest.
+    """
     plain = _NAME.sub("_", name).strip("._") or "state"
-    if len(plain) <= _NAME_LENGTH:
+    if plain == name and len(plain) <= _NAME_LENGTH:
         return plain
     digest = blake2b(name.encode(errors="surrogatepass"), digest_size=8).hexdigest()
     return f"{plain[: _NAME_LENGTH - len(digest) - 1]}-{digest}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf
 from typing import Literal, NamedTuple
 
 from kvevents.events import AllBlocksCleared, BlockStored, Event, StorageMedium
@@ -39,6 +38,8 @@ DROP_REASONS = ("encode", "filtered", "socket")
 socket would not take the batch.
 """
 
+_LONGEST_S = 1e9
+
 STUCK_S = 30.0
 """A loop that has not turned for so long is stuck."""
 
@@ -66,7 +67,7 @@ class Buckets:
 
     def observe(self, seconds: float) -> None:
         """Count a duration. One that cannot be, of a clock that was set back, counts as none."""
-        if not 0.0 <= seconds < inf:
+        if not 0.0 <= seconds < _LONGEST_S:
             seconds = 0.0
         self.counts[bisect_left(self.BOUNDS, seconds)] += 1
         self.seconds += seconds

@@ -228,7 +228,12 @@ class StatusServer:
     def _begin(self, connection: socket.socket) -> None:
         thread = Thread(target=self._serve, args=(connection,), daemon=True)
         with self._lock:
-            busy = self._closed or len(self._requests) >= _REQUESTS_AT_ONCE
+            if (
+                len(self._requests) >= _REQUESTS_AT_ONCE
+            ):  # whoever has been asking longest makes room
+                with contextlib.suppress(OSError):
+                    next(iter(self._requests)).shutdown(socket.SHUT_RDWR)
+            busy = self._closed or len(self._requests) >= 2 * _REQUESTS_AT_ONCE
             if not busy:
                 self._requests[connection] = thread
         if busy:

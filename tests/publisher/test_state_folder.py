@@ -139,7 +139,8 @@ def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
         began = time.monotonic()
         said = refused(tmp_path, wait_s=0.2)
         assert 0.2 <= time.monotonic() - began < PATIENCE_S
-        assert said == f"state_dir: {tmp_path / 'w'}: in use by the sidecar with pid {holder.pid}"
+        where = f"state_dir: {tmp_path / 'w'}: in use by the sidecar with pid {holder.pid}"
+        assert said == f"{where}, which has the same worker_id or address"
         StateFolder(tmp_path, "other", wait_s=0).close()
         holder.kill()
     (tmp_path / "w" / "lock").write_text("9" * 20)
@@ -176,7 +177,7 @@ def test_a_lock_that_says_nonsense(tmp_path: Path) -> None:
         (folder.path / "lock").write_bytes(nonsense)
         said = refused(tmp_path)
         assert f"pid {shown}" in said
-        assert len(said) < len(str(tmp_path)) + 100
+        assert len(said) < len(str(tmp_path)) + 160
     folder.close()
 
 
@@ -201,7 +202,9 @@ NAMES = {
 def test_a_name_is_one_component(tmp_path: Path, name: str, shown: str) -> None:
     """Whatever a worker is called, its folder is right below the root, in plain letters."""
     folder = StateFolder(tmp_path, name, wait_s=0)
-    assert folder.path == tmp_path / shown
+    assert folder.path.parent == tmp_path
+    kept = folder.path.name
+    assert kept == name if kept == shown else kept.startswith(f"{shown}-")
     folder.close()
 
 
