@@ -32,6 +32,7 @@ __all__ = ["Attendant", "Respawn", "SidecarState"]
 _JOIN_S = 1.0  # for what happens after the last deadline
 _SAY_S = 1.0  # between lines about those who are turned away
 _MAX_READS = 64  # of a log that has ended
+_MOST_EARLY = 1000
 
 _log = logging.getLogger("kvevents.sidecar")
 _levels = logging.getLevelNamesMapping()
@@ -100,6 +101,8 @@ class Attendant:
         self._insisted = False
         self._say_at = 0.0
         self._last_line = ""
+        self._early: list[LogLine] = []
+        """What the first child logs before it is ready."""
         self._done = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kvevents-attendant", daemon=True)
@@ -144,6 +147,7 @@ class Attendant:
             self._client.attended = False
             self._door.close()
             self.settled.set()
+            self._forward([])
 
     def _turn(self) -> None:
         self._wait()
@@ -190,6 +194,7 @@ class Attendant:
         if self.settled.is_set():
             _log.info("the sidecar of pid %d is ready", sidecar.pid)
         self.settled.set()
+        self._forward([])
 
     def _turned_away(self, pid: int, reason: str, now: float) -> None:
         if self._child is not None and pid == self._child.pid and not self.settled.is_set():
@@ -289,7 +294,16 @@ class Attendant:
             self._forward(lines)
 
     def _forward(self, lines: list[LogLine]) -> None:
+        """Hand on what the child logs; of one that does not get ready, not what is its error anyway."""
         for line in lines:
             self._last_line = line.message
+        if not self.settled.is_set():
+            self._early += lines
+            del self._early[:-_MOST_EARLY]
+            return
+        early, self._early = self._early, []
+        for line in early + lines:
+            if line.message == self.error:
+                continue
             level = _levels.get(line.level, logging.WARNING)
             _log.log(level, "%s", line.message, extra={"sidecar": line.fields})

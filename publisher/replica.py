@@ -156,10 +156,10 @@ class Replica:
         return Told(ts, events)
 
     def _apply_batch(self, given: Input) -> Told | None:
-        self._tells_batches = self.in_step = True
         begun: list[Event] = []
-        if given.flags & FRESH or given.number != self.expected:
+        if given.flags & FRESH or given.number != self.expected or not self.in_step:
             begun = self._forget()
+        self._tells_batches = self.in_step = True
         self.expected = given.number + 1
         try:
             batch = decode_batch(given.body).batch

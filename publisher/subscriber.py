@@ -234,6 +234,8 @@ class Subscriber:
                 self._act(self._tracker.end())
                 return
             self._act(self._tracker.replayed(answer.seq, answer.payload))
+            if self._dealer is not dealer:  # something else is asked for
+                return
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

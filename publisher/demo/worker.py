@@ -28,8 +28,14 @@ def main() -> int:
     """Run the trace that the parent names, then wait for its leave to end."""
     parent = ParentPipe()
     options = msgspec.convert(parent.wait(), DemoOptions)
-    if Path(options.storage_dir).name.startswith(TEMPORARY):
-        parent.on_orphaned = lambda: remove_folder(Path(options.storage_dir))
+    ours = [Path(folder) for folder in (options.storage_dir, options.state_dir)]
+    ours = [folder for folder in ours if folder.name.startswith(TEMPORARY)]
+
+    def remove_ours() -> None:
+        for folder in ours:
+            remove_folder(folder)
+
+    parent.on_orphaned = remove_ours
     requests = read_trace(Path(options.trace), options.requests)
     try:
         engine = Engine(options)

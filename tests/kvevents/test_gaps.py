@@ -692,6 +692,8 @@ def test_another_run_without_snapshots_is_told_from_0() -> None:
     assert others(tracker, 0, 1) == []
     assert tracker.end() == [Ask(JOIN)]
     assert tracker.end() == [Restarted(0), Ask(0)]
+    assert tracker.reconnected() == [Ask(JOIN)]
+    assert tracker.end() == [Ask(0)]
     assert len(others(tracker, 0, 1)) == 2
     assert tracker.end() == []
     assert live(tracker, 2) == delivered(2)
@@ -719,6 +721,7 @@ def test_a_question_without_an_answer_is_given_up() -> None:
     assert tracker.failed() == [Lost(0, 8), *delivered(8)]
     assert tracker.diverged
     assert live(tracker, 10) == [Gap(9, 1), Ask(9)]
+    assert tracker.failed() == [Ask(7)]
     assert others(tracker, 9) == [Ask(JOIN)]
     for _ in range(3):
         tracker.failed()
@@ -736,6 +739,17 @@ def test_a_first_batch_of_an_unknown_run_is_a_restart() -> None:
     for _ in range(3):
         tracker.failed()
     assert live(tracker, 0) == [Restarted(0), *delivered(0)]
+
+
+def test_a_run_that_has_told_nothing_has_no_mark() -> None:
+    """The old run's batches are not asked of the next connection."""
+    tracker = following(8)
+    tracker.reconnected()
+    for _ in range(3):
+        tracker.end()
+    assert tracker.expected == 0
+    assert tracker.reconnected() == [Ask(JOIN)]
+    assert tracker.end() == [Ask(0)]
 
 
 def test_half_an_answer_does_not_have_to_begin_again() -> None:

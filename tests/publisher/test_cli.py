@@ -190,8 +190,7 @@ def test_serve_without_a_worker_has_a_code_of_its_own(capsys: pytest.CaptureFixt
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"kvevents serve: link /nonexistent/link: .*No such file.*\n", err)
-    assert main(["serve", "--link", "/" + "x" * 200]) == 3
-    assert "too long" in capsys.readouterr().err
+    assert "longer than 107 bytes" in refused(capsys, "serve", "--link", "/" + "x" * 200)
 
 
 BROKEN_LINES = [

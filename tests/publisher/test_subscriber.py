@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import selectors
 import socket as sockets
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
 
 import pytest
 from hypothesis import given, settings
@@ -13,14 +18,17 @@ from publisher_rig import (
     LOOPBACK,
     RawPublisher,
     insert,
+    kill,
     make_cache,
     open_fds,
     payload_of,
     receive_until,
     router_view,
 )
+from publisher_sidecar_rig import WORKER, Engine, config, flushed, sink, work
 from publisher_story import Steps, Story, facts_of, steps
 
+from hicache import HiRadixCache
 from kvevents import AllBlocksCleared, BlockIndex, BlockRemoved, BlockStored, StorageMedium
 from kvevents.frames import JOIN
 from kvevents.gaps import Gap, Lost, Restarted
@@ -28,6 +36,8 @@ from publisher import (
     Batch,
     ConfigError,
     Received,
+    Respawn,
+    Sidecar,
     SidecarConfig,
     SinkConfig,
     Subscriber,
@@ -346,6 +356,213 @@ def test_seqs_that_go_back_are_a_restart() -> None:
         received += receive_until(subscriber, has(1))
         assert brief(received) == [Restarted(0), "~0", 1]
         assert subscriber.stats.restarts == 1
+
+
+# -------------------------------------------------------------------------------- new connections
+
+
+class Proxy(Thread):
+    """Between a subscriber and one endpoint; its connections can be cut, and lead elsewhere then."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self._target = target
+        self._server = sockets.create_server(("127.0.0.1", 0))
+        self._selector = selectors.DefaultSelector()
+        self._orders, self._obeys = sockets.socketpair()
+        self._peers: dict[sockets.socket, sockets.socket] = {}
+        self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+
+    def cut(self, target: str | None = None) -> None:
+        """All connections are gone when this returns."""
+        self._target = target or self._target
+        self._orders.send(b"c")
+        assert self._orders.recv(1) == b"c"
+
+    def run(self) -> None:
+        for one in (self._server, self._obeys):
+            self._selector.register(one, selectors.EVENT_READ, one)
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is self._server:
+                    self._accept()
+                elif key.data is not self._obeys:
+                    self._forward(key.data)
+                elif order := self._obeys.recv(1):
+                    self._close_all()
+                    self._obeys.send(order)
+                    break  # what else was ready is closed
+                else:
+                    return
+
+    def _accept(self) -> None:
+        ours, _ = self._server.accept()
+        host, port = self._target.removeprefix("tcp://").split(":")
+        theirs = sockets.create_connection((host, int(port)))
+        for one, other in ((ours, theirs), (theirs, ours)):
+            self._peers[one] = other
+            self._selector.register(one, selectors.EVENT_READ, one)
+
+    def _forward(self, one: sockets.socket) -> None:
+        if one not in self._peers:
+            return  # closed in this round
+        data = b""
+        with contextlib.suppress(OSError):
+            data = one.recv(1 << 16)
+            self._peers[one].sendall(data)
+        if not data:
+            self._close(one, self._peers[one])
+
+    def _close(self, *connections: sockets.socket) -> None:
+        for one in connections:
+            self._selector.unregister(one)
+            del self._peers[one]
+            one.close()
+
+    def _close_all(self) -> None:
+        self._close(*list(self._peers))
+
+    def __enter__(self) -> Proxy:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._orders.close()
+        self.join()
+        self._close_all()
+        self._server.close()
+        self._obeys.close()
+        self._selector.close()
+
+
+class Follower:
+    """Follows a sidecar's only sink from its first batch on: whatever happens, batches only, contiguous,
+    with no clear once it has begun.
+    """
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self.subscriber = subscriber
+        self.index = BlockIndex()
+        self._next_seq = 0
+
+    def follow(self, sidecar: Sidecar, cache: HiRadixCache) -> None:
+        """Until it is in step, and the view is the cache."""
+        (end,) = flushed(sidecar, cache)
+
+        def in_step(_: list[Received]) -> bool:
+            return not self.subscriber.recovering and (self.subscriber.next_seq or 0) >= end
+
+        for one in receive_until(self.subscriber, in_step):
+            if isinstance(one, Gap):
+                continue  # published before it was subscribed again; it is closed
+            assert isinstance(one, Batch)
+            assert one.seq == self._next_seq
+            assert CLEARED not in one.batch.events or one.seq < 2  # the sink's first, the worker's
+            self._next_seq += 1
+            self.index.apply(one.batch.events)
+        assert self.index.resident == cache.resident_blocks()
+
+
+def test_a_connection_cut_is_no_new_beginning(tmp_path: Path) -> None:
+    """G3: the same run behind a new connection goes on, with what was missed meanwhile and without a
+    clear.
+    """
+    cache = make_cache(num_pages=64)
+    with spawn(WORKER, config(tmp_path, sink(heartbeat_s=0.1))) as sidecar:
+        (bound,) = sidecar.client.sinks
+        with (
+            Proxy(bound.endpoint) as proxy,
+            Subscriber(proxy.endpoint, bound.replay_endpoint) as subscriber,
+        ):
+            follower = Follower(subscriber)
+            for _ in range(3):
+                work(sidecar, cache, 10)
+                follower.follow(sidecar, cache)
+                proxy.cut()
+                work(sidecar, cache, 10)
+                follower.follow(sidecar, cache)
+            assert subscriber.stats.replayed > 30
+            assert subscriber.stats.restarts == subscriber.stats.lost == 0
+
+
+def test_a_sidecar_killed_and_warm_again_is_no_new_beginning(tmp_path: Path) -> None:
+    """kill -9 under load: a subscriber's batches are contiguous, and its view never passes through
+    empty.
+    """
+    cache = make_cache(num_pages=64)
+    settings = config(tmp_path, sink(heartbeat_s=0.1))
+    with spawn(WORKER, settings, respawn=Respawn(first_s=0.01)) as sidecar:
+        (bound,) = sidecar.client.sinks
+        with Subscriber(bound.endpoint, bound.replay_endpoint) as subscriber:
+            follower = Follower(subscriber)
+            for number in range(1, 4):
+                work(sidecar, cache, 10)
+                follower.follow(sidecar, cache)
+                work(sidecar, cache, 10)
+                kill(sidecar.pid)
+                work(sidecar, cache, 10)
+                follower.follow(sidecar, cache)
+                assert sidecar.restarts == number
+            assert subscriber.stats.restarts == subscriber.stats.lost == 0
+
+
+@pytest.mark.parametrize("ahead", [-2, 0, 3])
+def test_another_engine_behind_the_connection_is_told_of(ahead: int) -> None:
+    """G3: an engine that started over, has no snapshots, and has come to a seq before, at or after where
+    the last one was: Restarted, then all that it retains.
+    """
+    with (
+        Engine() as old,
+        Engine() as new,
+        Proxy(old.endpoint) as live,
+        Proxy(old.replay_endpoint) as replay,
+    ):
+        for engine, count in ((old, 5), (new, 5 + ahead)):
+            for seq in range(count):
+                engine.publish(payload_of(ts=float(seq + 100 * (engine is new))))
+        with Subscriber(live.endpoint, replay.endpoint) as subscriber:
+
+            def serve(_: list[Received]) -> bool:
+                old.serve()
+                new.serve()
+                return not subscriber.recovering
+
+            assert brief(receive_until(subscriber, serve)) == [f"~{n}" for n in range(5)]
+            replay.cut(new.replay_endpoint)
+            live.cut(new.endpoint)
+            received = receive_until(subscriber, lambda _: subscriber.recovering)
+            received += receive_until(subscriber, serve)
+            assert brief(received) == [Restarted(0), *(f"~{n}" for n in range(5 + ahead))]
+            new.await_next_subscriber()
+            new.publish(payload_of())
+            assert brief(receive_until(subscriber, has(5 + ahead))) == [5 + ahead]
+            assert subscriber.stats.restarts == 1
+
+
+def test_a_batch_of_a_new_connection_is_not_taken_for_one_of_the_last() -> None:
+    """G3: it comes with the news of the connection, which goes first, also if it came meanwhile."""
+    with Engine() as old, Engine() as new, Proxy(old.endpoint) as live:
+        old.publish(payload_of())
+        with Subscriber(live.endpoint, old.replay_endpoint) as subscriber:
+
+            def serve(_: list[Received]) -> bool:
+                old.serve()
+                return not subscriber.recovering
+
+            receive_until(subscriber, serve)
+            live.cut(new.endpoint)
+            while not new.pub.poll(10):
+                subscriber._sub.poll(0)  # it subscribes again
+            new.live(1)
+            assert subscriber._sub.poll(10_000)
+            subscriber._read_live()  # as when it comes after the sockets were looked at
+            assert subscriber.recovering
+            assert subscriber.next_seq == 1
 
 
 # ------------------------------------------------------------------------------- what comes is bad

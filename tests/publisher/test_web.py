@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from publisher_rig import open_fds
+from publisher_rig import eventually, open_fds
 from publisher_status_rig import full_status
 
 from publisher.config import ConfigError, WorkerInfo
@@ -321,20 +321,15 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         waiter.join()
 
 
-def test_a_flood_of_connections_takes_eight_at_once() -> None:
-    """Others are told to come back; those that hold a place keep it, and a free one is given away."""
+def test_a_flood_of_connections_keeps_nobody_out() -> None:
+    """Few are served at once; whoever has been asking longest makes room for who comes next, so those
+    that never finish cannot make a probe fail.
+    """
     with serving() as server, contextlib.ExitStack() as stack:
-        holders = [stack.enter_context(connect(server)) for _ in range(8)]
-        for one in holders:
-            one.sendall(b"GET /healthz HTTP/1.1\r\n")
-        for _ in range(50):
-            with connect(server) as refused:
-                assert read_all(refused).startswith(b"HTTP/1.0 503 ")
-        assert len(server._requests) == 8
-        for one in holders:
-            one.sendall(b"\r\n")
-            assert read_all(one).startswith(b"HTTP/1.0 200 ")
-        assert get(server, "/healthz")[0] == 200
+        for _ in range(60):
+            stack.enter_context(connect(server)).sendall(b"GET /healthz HTTP/1.1\r\n")
+            assert len(server._requests) <= 16
+        eventually(lambda: 1 if get(server, "/healthz")[0] == 200 else None)
 
 
 def test_a_document_that_cannot_be_made_is_an_error_of_that_request() -> None:
