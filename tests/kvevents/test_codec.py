@@ -311,7 +311,7 @@ Removals = st.builds(
 Events: st.SearchStrategy[Event] = stores() | Removals | st.just(AllBlocksCleared())
 Batches = st.builds(
     KVEventBatch,
-    st.floats(allow_nan=False),
+    st.floats(allow_nan=False, allow_infinity=False),
     st.lists(Events, max_size=4),
     st.integers(0, 2**31 - 1),
 )
