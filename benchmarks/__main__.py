@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import requests, storage
+from benchmarks import requests, sidecar, storage
 
 if __name__ == "__main__":
-    sys.exit(requests.main() or storage.main())
+    sys.exit(requests.main() or storage.main() or sidecar.main())

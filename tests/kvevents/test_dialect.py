@@ -112,7 +112,7 @@ def test_a_batch_is_encoded_once_for_all_who_spell_alike() -> None:
     assert decode_batch(speller.spell(2.0, [])).batch.events == []
     again = speller.spell(1.0, [BlockRemoved([1], GPU)])
     assert decode_batch(again).batch.events == [BlockRemoved([1], GPU)]
-    with pytest.raises(ValueError, match="^ts: nan is not finite"):
+    with pytest.raises(ValueError, match=r"^ts: nan is not finite"):
         speller.spell(float("nan"), events)
 
 
