@@ -273,7 +273,12 @@ class ForeignCoreMachine(CoreMachine):
     foreign = True
 
 
-TestCore = CoreMachine.TestCase
-TestCore.settings = settings(max_examples=60, stateful_step_count=40, report_multiple_bugs=False)
-TestForeignCore = ForeignCoreMachine.TestCase
-TestForeignCore.settings = settings(max_examples=40, stateful_step_count=40)
+def as_many(examples: int) -> int:
+    """So many under the default profile, in proportion under another."""
+    return examples * settings().max_examples // 100
+
+
+TestCoreModel = CoreMachine.TestCase
+TestCoreModel.settings = settings(max_examples=as_many(60), stateful_step_count=40)
+TestForeignCoreModel = ForeignCoreMachine.TestCase
+TestForeignCoreModel.settings = settings(max_examples=as_many(40), stateful_step_count=40)
