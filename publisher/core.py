@@ -82,9 +82,11 @@ class Core:
         self._worker, self._link_id, self._clock = worker, link_id, clock
         self._sinks, self._names = sinks, names
         self._spellers: dict[tuple[str, bool], Speller] = {}
-        self._fingerprints = tuple(
-            f"1 {sink.dialect} {sink.token_ids} {sink.coalesce_s > 0} {worker.dp_rank}"
-            for sink in sinks
+        self._fingerprints = (
+            tuple(  # 1: of the spelling; another when the same events give other bytes
+                f"1 {sink.dialect} {sink.token_ids} {sink.coalesce_s > 0} {worker.dp_rank}"
+                for sink in sinks
+            )
         )
         self._seqs: list[SeqFile | None] = [None] * len(sinks)
         self.journal: Journal | None = None
