@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["TEMPORARY", "remove_folder", "temporary_folder"]
+__all__ = ["TEMPORARY", "remove_after_us", "remove_folder", "temporary_folder"]
 
 TEMPORARY = "kvevents-demo-"
 """How its name begins."""
@@ -24,6 +25,18 @@ def temporary_folder() -> Iterator[Path]:
         yield folder
     finally:
         remove_folder(folder)
+
+
+def remove_after_us(folder: Path) -> None:
+    """Remove it now, and what a thread of this process, which is about to end, makes there once more."""
+    remove_folder(folder)
+    subprocess.Popen(
+        ["sh", "-c", 'sleep 0.3; rm -rf -- "$1"', "sh", str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def remove_folder(folder: Path) -> None:

@@ -62,8 +62,6 @@ class DemoOptions(msgspec.Struct, frozen=True):
     movable: tuple[str, ...]
     """Those of the two that nobody asked for: a free port does as well when they are taken."""
     as_json: bool
-    state_dir: str = ""
-    """Where the sidecar keeps its state: a folder that goes away with the demo."""
 
     @property
     def buffer_steps(self) -> int:

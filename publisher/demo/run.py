@@ -43,8 +43,8 @@ def run_demo(options: DemoOptions) -> int:
         options, requests=len(read_trace(Path(options.trace), options.requests))
     )
     try:
-        with temporary_folder() as state, _store_of(options) as settled:
-            demo = _Demo(msgspec.structs.replace(settled, state_dir=str(state)))
+        with _store_of(options) as settled:
+            demo = _Demo(settled)
             try:
                 worker, router = demo.run()
             finally:

@@ -13,7 +13,7 @@ import torch
 from publisher import LinkError, Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.demo.child import ParentPipe, say
 from publisher.demo.engine import Engine
-from publisher.demo.folder import TEMPORARY, remove_folder
+from publisher.demo.folder import TEMPORARY, remove_after_us
 from publisher.demo.options import ANY_PORT, DemoOptions
 from publisher.demo.trace import Request, read_trace
 
@@ -28,14 +28,8 @@ def main() -> int:
     """Run the trace that the parent names, then wait for its leave to end."""
     parent = ParentPipe()
     options = msgspec.convert(parent.wait(), DemoOptions)
-    ours = [Path(folder) for folder in (options.storage_dir, options.state_dir)]
-    ours = [folder for folder in ours if folder.name.startswith(TEMPORARY)]
-
-    def remove_ours() -> None:
-        for folder in ours:
-            remove_folder(folder)
-
-    parent.on_orphaned = remove_ours
+    if Path(options.storage_dir).name.startswith(TEMPORARY):
+        parent.on_orphaned = lambda: remove_after_us(Path(options.storage_dir))
     requests = read_trace(Path(options.trace), options.requests)
     try:
         engine = Engine(options)
@@ -135,7 +129,7 @@ def start_sidecar(options: DemoOptions) -> Sidecar:
         heartbeat_s=0.5,
     )
     try:
-        config = SidecarConfig(sinks=(sink,), state_dir=options.state_dir or None)
+        config = SidecarConfig(sinks=(sink,), persist="none")  # nothing is left of a demo
         return spawn(WorkerInfo(block_size=options.page_size), config)
     except LinkError as error:
         key = str(error).partition(":")[0]
