@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvevents.codec import encode_batch
 from kvevents.events import BlockStored, Event, KVEventBatch
 
@@ -43,15 +45,4 @@ class Speller:
 def _redacted(event: Event) -> Event:
     if not isinstance(event, BlockStored):
         return event
-    return BlockStored(
-        block_hashes=event.block_hashes,
-        parent_block_hash=event.parent_block_hash,
-        token_ids=_NO_TOKENS,
-        block_size=event.block_size,
-        lora_id=event.lora_id,
-        medium=event.medium,
-        lora_name=event.lora_name,
-        cache_salt=event.cache_salt,
-        session_id=event.session_id,
-        extra_key=event.extra_key,
-    )
+    return msgspec.structs.replace(event, token_ids=_NO_TOKENS)

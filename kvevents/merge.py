@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvevents.tokens import TokenBytes, TokenIds, pack_tokens
 
@@ -64,15 +66,5 @@ def _joined(group: list[Event]) -> Event:
             tokens.append(pack_tokens(event.token_ids))
     if isinstance(first, BlockRemoved):
         return BlockRemoved(hashes, first.medium)
-    return BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=first.parent_block_hash,
-        token_ids=TokenIds(TokenBytes(b"".join(tokens))),
-        block_size=first.block_size,
-        lora_id=first.lora_id,
-        medium=first.medium,
-        lora_name=first.lora_name,
-        cache_salt=first.cache_salt,
-        session_id=first.session_id,
-        extra_key=first.extra_key,
-    )
+    joined = TokenIds(TokenBytes(b"".join(tokens)))
+    return msgspec.structs.replace(first, block_hashes=hashes, token_ids=joined)

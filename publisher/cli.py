@@ -46,12 +46,11 @@ class _Version(argparse.Action):
     """Says the version; it is looked up only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from importlib.metadata import PackageNotFoundError, version
+        from publisher.version import UNKNOWN, VERSION
 
-        try:
-            print(f"kvevents {version('kvevents')}")
-        except PackageNotFoundError:
+        if VERSION == UNKNOWN:
             parser.error("not installed, so its version is unknown")
+        print(f"kvevents {VERSION}")
         parser.exit()
 
 

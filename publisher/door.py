@@ -12,7 +12,6 @@ import errno
 import os
 import select
 import socket
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvevents.errors import KVEventsError
+from publisher.endpoint import PATH_BYTES
 from publisher.link import (
     VERSION,
     Bound,
@@ -29,6 +29,7 @@ from publisher.link import (
     Hello,
     Ready,
     Welcome,
+    peer_pid,
     receive,
     send,
 )
@@ -38,9 +39,7 @@ __all__ = ["Admitted", "Door", "Left", "Outcome", "TurnedAway"]
 _HELLO_S = 2.0
 _DEAF_S = 0.5  # after a connection could not be accepted
 _GUESTS = 16
-_PATH_BYTES = 107  # sockaddr_un, less the final zero
 _BACKLOG = 128
-_ucred = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
 
 ENDED = "the sidecar ended before it was ready"
 ABSENT = "the sidecar did not connect in time"
@@ -102,7 +101,7 @@ class Door:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.settimeout(0)
-            if len(os.fsencode(path)) > _PATH_BYTES:
+            if len(os.fsencode(path)) > PATH_BYTES:
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
             self._listener.bind(str(path))
             self._listener.listen(_BACKLOG)
@@ -168,8 +167,7 @@ class Door:
                 self._deaf_until = now + _DEAF_S
                 return
             connection.settimeout(0)
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size)
-            self._guests.append(_Guest(connection, _ucred.unpack(credentials)[0], now + _HELLO_S))
+            self._guests.append(_Guest(connection, peer_pid(connection), now + _HELLO_S))
             if len(self._guests) > _GUESTS:
                 oldest = next((one for one in self._guests if not one.welcomed), self._guests[0])
                 self._guests.remove(oldest)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from publisher.checks import ConfigError, check_text, shown
 
-__all__ = ["Endpoint"]
+__all__ = ["PATH_BYTES", "Endpoint"]
 
 _TCP = re.compile(
     r"(?P<scheme>tcp|http)://"
@@ -18,7 +18,8 @@ _TCP = re.compile(
     re.ASCII,
 )
 _IPC = "ipc://"
-_IPC_PATH_BYTES = 107  # sockaddr_un, less the final zero
+PATH_BYTES = 107
+"""Of the path of a unix socket: sockaddr_un, less the final zero."""
 _MAX_PORT = 65_535
 _IPV4_MAPPED = bytes(10) + b"\xff\xff"
 
@@ -42,10 +43,8 @@ class Endpoint:
         text = _text(key, text)
         if text.startswith(_IPC):
             path = text.removeprefix(_IPC)
-            if not 0 < len(path.encode()) <= _IPC_PATH_BYTES:
-                raise ConfigError(
-                    f"{key}: {shown(text)} needs a path of 1..{_IPC_PATH_BYTES} bytes"
-                )
+            if not 0 < len(path.encode()) <= PATH_BYTES:
+                raise ConfigError(f"{key}: {shown(text)} needs a path of 1..{PATH_BYTES} bytes")
             if not path.isprintable():
                 raise ConfigError(f"{key}: {shown(text)} is not printable")
             return cls("ipc", path=path)
@@ -90,8 +89,8 @@ class Endpoint:
             return self
         if self.scheme == "ipc":
             path = f"{self.path}_dp{rank}"
-            if len(path.encode()) > _IPC_PATH_BYTES:
-                raise ValueError(f"{_IPC}{path} is longer than {_IPC_PATH_BYTES} bytes")
+            if len(path.encode()) > PATH_BYTES:
+                raise ValueError(f"{_IPC}{path} is longer than {PATH_BYTES} bytes")
             return replace(self, path=path)
         assert self.port is not None
         if self.port + rank > _MAX_PORT:

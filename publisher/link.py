@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from array import array
 from typing import TypeAlias
 
@@ -33,6 +34,7 @@ __all__ = [
     "Hello",
     "Ready",
     "Welcome",
+    "peer_pid",
     "receive",
     "send",
 ]
@@ -50,6 +52,7 @@ LOST = 4
 
 _MAX_PACKET = 64 << 10
 _MAX_FDS = 2
+_ucred = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -119,6 +122,13 @@ ControlMessage: TypeAlias = Hello | Welcome | Ready | Failed | Flush | Flushed |
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ControlMessage).decode
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """The pid of the process that made the other end; 0 where it is in another pid namespace."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size)
+    pid: int = _ucred.unpack(credentials)[0]
+    return pid
 
 
 def send(connection: socket.socket, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:

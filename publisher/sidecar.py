@@ -11,6 +11,7 @@ import select
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -18,7 +19,7 @@ import zmq
 from publisher.config import ConfigError, SidecarConfig, WorkerInfo, check_ports, sink_names
 from publisher.core import Core
 from publisher.curve import Guard, exposure_warning
-from publisher.endpoint import Endpoint
+from publisher.endpoint import PATH_BYTES, Endpoint
 from publisher.front import Front
 from publisher.link import Ready
 from publisher.logs import LineHandler, configure, fields
@@ -39,7 +40,6 @@ _TAKE_OVER_S = 4.0
 """How long, beyond its linger, to wait for an earlier sidecar to let go of the state."""
 _LONGEST_TAKE_OVER_S = 8.0  # a worker waits ten for its sidecar to be ready
 _LOOK_AGAIN_S = 0.2
-_PATH_BYTES = 107  # sockaddr_un, less the final zero
 _CLOSE_LINGER_S = 0.2  # what was published last has had the linger to leave
 
 _RANK = re.compile(r"dp(\d{1,9})$")
@@ -47,6 +47,17 @@ _RANK = re.compile(r"dp(\d{1,9})$")
 _log = logging.getLogger("kvevents.sidecar")
 
 Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """What is the same for every worker that this process serves."""
+
+    config: SidecarConfig
+    facts: Mapping[str, str]
+    signals: Signals
+    handler: LineHandler
+    front: Front
 
 
 def serve(
@@ -62,19 +73,20 @@ def serve(
     say besides. `forever`: wait for a worker, and for the next one when it is gone. Raises SourceError
     when there is no worker at `link`.
     """
-    if link is not None and len(os.fsencode(link)) > _PATH_BYTES:
-        raise ConfigError(f"--link: {link}: longer than {_PATH_BYTES} bytes")
+    if link is not None and len(os.fsencode(link)) > PATH_BYTES:
+        raise ConfigError(f"--link: {link}: longer than {PATH_BYTES} bytes")
     _raise_descriptor_limit()
     handler = configure(config.log_format, config.log_level, sys.stderr)
     waits = forever and link is not None
     signals = Signals(ignore_interrupt=not waits and link is not None)
     with contextlib.closing(signals), contextlib.closing(Front(stays=waits)) as front:
+        ours = _Process(config, facts or {}, signals, handler, front)
         if link is None:
-            return _serve_one(None, config, facts or {}, signals, handler, front)
+            return _serve_one(None, ours)
         if waits:
-            return _serve_all(link, config, facts or {}, signals, handler, front)
+            return _serve_all(link, ours)
         try:
-            return _serve_one(link, config, facts or {}, signals, handler, front)
+            return _serve_one(link, ours)
         finally:
             remove_if_left(link)  # of a worker that was killed
 
@@ -86,25 +98,19 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _serve_all(
-    link: Path,
-    config: SidecarConfig,
-    facts: Mapping[str, str],
-    signals: Signals,
-    handler: LineHandler,
-    front: Front,
-) -> int:
+def _serve_all(link: Path, ours: _Process) -> int:
     """One worker after the other, until the process is to end. HTTP is there meanwhile."""
+    signals, front = ours.signals, ours.front
     found = _RANK.search(link.name)
     try:
-        front.open(config.http_endpoint, int(found[1]) if found else 0, None)
+        front.open(ours.config.http_endpoint, int(found[1]) if found else 0, None)
     except ConfigError as error:
         _log.error("%s", error)
         return 2
     said = ""
     while _await_link(link, signals):
         try:
-            code = _serve_one(link, config, facts, signals, handler, front)
+            code = _serve_one(link, ours)
             if code or signals.stopping:
                 return code
             said = ""
@@ -141,14 +147,7 @@ def _wait(signals: Signals) -> bool:
     return not signals.stopping
 
 
-def _serve_one(
-    link: Path | None,
-    config: SidecarConfig,
-    facts: Mapping[str, str],
-    signals: Signals,
-    handler: LineHandler,
-    front: Front,
-) -> int:
+def _serve_one(link: Path | None, ours: _Process) -> int:
     """For one worker. A reason not to start is said to it, and logged."""
     with contextlib.ExitStack() as state, contextlib.ExitStack() as opened:
         context = Context()
@@ -157,13 +156,11 @@ def _serve_one(
         if link is not None:
             source = LinkSource(link, timeout_s=_CONNECT_S)
         else:
-            assert config.relay is not None, "settings: a link or a relay"
-            source = RelaySource(config.relay, context=context)
+            assert ours.config.relay is not None, "settings: a link or a relay"
+            source = RelaySource(ours.config.relay, context=context)
         opened.callback(source.close)
         try:
-            loop = _open(
-                state, opened, context, source, link, config, facts, signals, handler, front
-            )
+            loop = _open(state, opened, context, source, link, ours)
         except (ConfigError, SinkError, StateError, OSError) as error:
             _log.error("%s", error)
             if isinstance(source, LinkSource):
@@ -179,19 +176,15 @@ def _open(
     context: Context,
     source: Source,
     link: Path | None,
-    config: SidecarConfig,
-    facts: Mapping[str, str],
-    signals: Signals,
-    handler: LineHandler,
-    front: Front,
+    ours: _Process,
 ) -> Loop:
     """State first: its lock is let go when an earlier sidecar's sockets are closed, which is when their
     context has ended. Then the sockets; the journal goes on when all of them are there.
     """
-    worker = source.worker
+    config, front, worker = ours.config, ours.front, source.worker
     before = source.before if isinstance(source, LinkSource) else None
     check_ports(config, worker)
-    folder = _state_folder(config, worker, link, signals)
+    folder = _state_folder(config, worker, link, ours.signals)
     if folder is not None:
         state.callback(folder.close)
     core = Core(
@@ -217,7 +210,9 @@ def _open(
     for number, one in enumerate(config.sinks):
         kept = before.sinks[number] if before and number < len(before.sinks) else None
         with _naming(config, number):
-            sink = Sink(context, one, core.outputs[number], worker, facts, guard=guard, before=kept)
+            sink = Sink(
+                context, one, core.outputs[number], worker, ours.facts, guard=guard, before=kept
+            )
         opened.callback(sink.close, linger_s=_CLOSE_LINGER_S)
         sinks.append(sink)
     status = SidecarStatus(worker, VERSION, os.getpid(), time.time())
@@ -226,7 +221,7 @@ def _open(
     if not front.stays:  # its port is free before the state is
         opened.callback(front.close)
     waits = folder.successor_waits if folder is not None else lambda: False
-    loop = Loop(source, core, sinks, config, status, signals, guard, handler, waits)
+    loop = Loop(source, core, sinks, config, status, ours.signals, guard, ours.handler, waits)
     loop.begin()
     if isinstance(source, LinkSource):
         source.ready(Ready(tuple(sink.bound for sink in sinks), front.endpoint))

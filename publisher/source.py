@@ -12,7 +12,6 @@ import contextlib
 import os
 import select
 import socket
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +33,7 @@ from publisher.link import (
     Hello,
     Ready,
     Welcome,
+    peer_pid,
     receive,
     send,
 )
@@ -92,7 +92,6 @@ class Source(Protocol):
 
 
 _FULL = b"the ring was full"
-_ucred = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
 
 
 class LinkSource:
@@ -138,10 +137,7 @@ class LinkSource:
         return message
 
     def _watch_worker(self) -> int | None:
-        credentials = self._connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size
-        )
-        pid = _ucred.unpack(credentials)[0]
+        pid = peer_pid(self._connection)
         if pid <= 0:  # in another pid namespace
             return None
         self._fds.append(os.pidfd_open(pid))

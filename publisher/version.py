@@ -2,9 +2,11 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["VERSION"]
+__all__ = ["UNKNOWN", "VERSION"]
+
+UNKNOWN = "unknown"
 
 try:
     VERSION = version("kvevents")
 except PackageNotFoundError:
-    VERSION = "unknown"
+    VERSION = UNKNOWN
