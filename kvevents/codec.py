@@ -1,14 +1,13 @@
 """Batches to bytes and back: strict out, lenient in.
 
 Out: a batch that breaks the contract of docs/wire.md is refused with the field's path. In: one bad
-or unknown event costs itself, never its batch; maps and the positional arrays of older engines are
-both read.
+or unknown event costs itself, never its batch; maps, the positional arrays of older engines and a
+store's objects are read, in one batch too.
 """
 
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,9 +23,11 @@ from kvevents.events import (
     KVEventBatch,
     StorageMedium,
 )
+from kvevents.extra_keys import check_extra_keys
+from kvevents.forms import fields_of_array, fields_of_object, refuse_bigrams, short
 from kvevents.tokens import MAX_TOKEN, TokenIds
 
-__all__ = ["Decoded", "Skipped", "decode_batch", "encode_batch"]
+__all__ = ["Decoded", "Skipped", "check_batch", "decode_batch", "encode_batch", "pack_batch"]
 
 _I64_MIN, _I64_MAX, _U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 
@@ -58,12 +59,23 @@ _decode_strict = msgspec.msgpack.Decoder(KVEventBatch).decode
 _decode_event = msgspec.msgpack.Decoder(Event).decode
 _decode_plain = msgspec.msgpack.Decoder().decode
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_convert = cast("Callable[..., Event]", msgspec.convert)
+_TYPES = {
+    "BlockStored": BlockStored,
+    "BlockRemoved": BlockRemoved,
+    "AllBlocksCleared": AllBlocksCleared,
+}
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
 def encode_batch(batch: KVEventBatch) -> bytes:
     """The payload of `batch`. Raises ValueError or TypeError naming the field and the bound."""
-    _check_batch(batch)
+    check_batch(batch)
+    return pack_batch(batch)
+
+
+def pack_batch(batch: KVEventBatch) -> bytes:
+    """The payload of a batch that is known to be sound."""
     return _encode(batch)
 
 
@@ -73,15 +85,17 @@ def decode_batch(payload: bytes) -> Decoded:
     Raises KVEventsError when it is no batch at all; events that cannot be read are skipped.
     """
     try:
-        return Decoded(_decode_strict(payload))
+        batch = _decode_strict(payload)
     except _UNREADABLE:
         return _decode_leniently(payload)
+    return _decode_leniently(payload) if batch.ts >= _LEAST_MS else Decoded(batch)
 
 
 # ------------------------------------------------------------------------------------------- out
 
 
-def _check_batch(batch: KVEventBatch) -> None:
+def check_batch(batch: KVEventBatch) -> None:
+    """Raises ValueError or TypeError naming the field and the bound unless `batch` may be sent."""
     if type(batch.ts) is not float:
         raise TypeError(f"ts: {batch.ts!r} is not a float")
     if not math.isfinite(batch.ts):
@@ -98,6 +112,9 @@ def _check_batch(batch: KVEventBatch) -> None:
         if type(event.medium) is not StorageMedium:
             raise TypeError(f"{path}.medium: {event.medium!r} is not a StorageMedium")
         _check_hashes(event.block_hashes, f"{path}.block_hashes")
+        group = event.group_idx
+        if group is not None and not (type(group) is int and 0 <= group <= _I64_MAX):
+            raise ValueError(f"{path}.group_idx: {group!r} is not in 0..{_I64_MAX}")
         if isinstance(event, BlockStored):
             _check_stored(event, path)
 
@@ -127,10 +144,15 @@ def _check_stored(event: BlockStored, path: str) -> None:
     lora_id = event.lora_id
     if lora_id is not None and not (type(lora_id) is int and _I64_MIN <= lora_id <= _U64_MAX):
         raise ValueError(f"{path}.lora_id: {lora_id!r} is not in {_I64_MIN}..{_U64_MAX}")
-    for name in ("lora_name", "cache_salt", "session_id", "extra_key"):
+    for name in ("lora_name", "cache_salt", "session_id", "extra_key", "kv_cache_spec_kind"):
         text = getattr(event, name)
         if text is not None and not isinstance(text, str):
             raise TypeError(f"{path}.{name}: {text!r} is not a string")
+    if event.extra_keys is not None:
+        try:
+            check_extra_keys(event.extra_keys, len(event.block_hashes))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{path}.extra_keys: {error}") from None
 
 
 def _check_tokens(event: BlockStored, path: str) -> None:
@@ -151,22 +173,8 @@ def _check_tokens(event: BlockStored, path: str) -> None:
 
 # -------------------------------------------------------------------------------------------- in
 
-#: Positions of the array form. Slot 7 is SGLang 0.5.18's metadata map or vLLM 0.23's lora_name.
-_STORED_SLOTS = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-)
-_REMOVED_SLOTS = ("block_hashes", "medium")
-_TYPES: dict[str, tuple[type[Event], tuple[str, ...]]] = {
-    "BlockStored": (BlockStored, _STORED_SLOTS),
-    "BlockRemoved": (BlockRemoved, _REMOVED_SLOTS),
-    "AllBlocksCleared": (AllBlocksCleared, ()),
-}
+_LEAST_MS = 10**11
+"""From here on a `ts` that is an int is of milliseconds: in seconds it would be of the year 5138."""
 
 
 def _decode_leniently(payload: bytes) -> Decoded:
@@ -176,15 +184,18 @@ def _decode_leniently(payload: bytes) -> Decoded:
         raise KVEventsError("payload: a batch is an array of three, [ts, events, dp_rank]")
     ts = _plain(parts[0], "ts")
     if isinstance(ts, bool) or not isinstance(ts, (int, float)):
-        raise KVEventsError(f"ts: {_short(ts)} is not a number")
+        raise KVEventsError(f"ts: {short(ts)} is not a number")
     rank = _plain(parts[2], "dp_rank") if len(parts) > 2 else 0
     if rank is not None and type(rank) is not int:
-        raise KVEventsError(f"dp_rank: {_short(rank)} is not an int")
+        raise KVEventsError(f"dp_rank: {short(rank)} is not an int")
+    read = _event
+    if type(ts) is int and ts >= _LEAST_MS:
+        ts, read = ts / 1000, _store_event
     kept: list[Event] = []
     skipped: list[Skipped] = []
     for position, raw in enumerate(_elements(parts[1], "events")):
         try:
-            kept.append(_event(raw))
+            kept.append(read(raw))
         except (*_UNREADABLE, KVEventsError) as error:
             skipped.append(Skipped(position, str(error)))
     return Decoded(KVEventBatch(float(ts), kept, rank), tuple(skipped))
@@ -209,34 +220,21 @@ def _event(raw: msgspec.Raw) -> Event:
         return _decode_event(raw)
     except _UNREADABLE as error:
         plain = _decode_plain(raw)
-        if isinstance(plain, list) and plain:
-            return _positional_event(plain)
+        if isinstance(plain, list):
+            return _converted(fields_of_array(plain))
         if not isinstance(plain, dict):
-            raise KVEventsError(f"{_short(plain)} is neither a map nor an array") from error
-        _refuse_bigrams(plain.get("token_ids"))
+            raise KVEventsError(f"{short(plain)} is neither a map nor an array") from error
+        refuse_bigrams(plain.get("token_ids"))
         raise
 
 
-def _positional_event(raw: list[Any]) -> Event:
-    tag = raw[0]
-    known = _TYPES.get(tag) if isinstance(tag, str) else None
-    if known is None:
-        raise KVEventsError(f"type: {_short(tag)} is unknown")
-    kind, slots = known
-    fields: dict[str, Any] = dict(zip(slots, raw[1:], strict=False))
-    if isinstance(fields.get("lora_name"), dict):
-        fields["cache_salt"] = fields.pop("lora_name").get("cache_salt")
-    _refuse_bigrams(fields.get("token_ids"))
-    convert = cast("Callable[..., Event]", msgspec.convert)
+def _store_event(raw: msgspec.Raw) -> Event:
+    plain = _decode_plain(raw)
+    if isinstance(plain, dict) and "event_type" in plain:
+        return _converted(fields_of_object(plain))
+    return _event(raw)
+
+
+def _converted(fields: dict[str, Any]) -> Event:
     # Without `builtin_types` a string would be taken for bytes in base64, and so for a hash.
-    return convert(fields | {"type": tag}, kind, builtin_types=(bytes,))
-
-
-def _refuse_bigrams(tokens: object) -> None:
-    if isinstance(tokens, list) and tokens and isinstance(tokens[0], list):
-        raise KVEventsError("token_ids: pairs of tokens (EAGLE bigrams) are not understood")
-
-
-def _short(value: object) -> str:
-    """Bounded in length and in depth: the value comes from a stranger."""
-    return reprlib.repr(value)
+    return _convert(fields, _TYPES[fields["type"]], builtin_types=(bytes,))

@@ -1,10 +1,14 @@
-"""The event types of the wire. Field names and order are those of SGLang and vLLM; never renamed."""
+"""The event types of the wire. Field names are those of SGLang and vLLM; never renamed.
+
+A struct that omits defaults has at most 15 keys, the tag among them: from 16 on its maps get a header of
+16 bits, however few there are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -76,13 +80,26 @@ class BlockStored(
     cache_salt: str | None = None
     session_id: str | None = None
     extra_key: str | None = None
+    extra_keys: list[Any] | None = None
+    """vLLM's: one entry a block, each None or a list of what its hash covers besides the tokens."""
+    group_idx: int | None = None
+    """vLLM's: which of a hybrid model's KV cache groups the blocks are of; None where there is one."""
+    kv_cache_spec_kind: str | None = None
+    """What that group is: "full_attention", "sliding_window", …"""
 
 
-class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved"):
+class BlockRemoved(
+    msgspec.Struct,
+    tag_field="type",
+    tag="BlockRemoved",
+    omit_defaults=True,
+    forbid_unknown_fields=False,
+):
     """Blocks are gone from `medium`; children come before their parents."""
 
     block_hashes: list[int | bytes]
-    medium: StorageMedium | None = None
+    medium: StorageMedium | None = msgspec.field(default_factory=_none)
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):

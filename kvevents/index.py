@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvevents.events import BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.extra_keys import check_extra_keys, has_own_keys
 from kvevents.hashing import BlockHash, canonical_hash
 from kvevents.namespace import BASE, Namespace
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds, pack_tokens
@@ -32,6 +33,8 @@ class Block(NamedTuple):
     parent: BlockHash | None
     tokens: bytes
     """Empty when they were left out."""
+    extra_keys: list[Any] | None
+    """Of this block; None for an empty list too."""
     namespace: Namespace
     lora_id: int | None
     media: int
@@ -110,6 +113,7 @@ class BlockIndex:
         hashes, raw_parent = event.block_hashes, event.parent_block_hash
         parent = None if raw_parent is None else canonical_hash(raw_parent)
         packed, namespace = self._tokens_of(event), self._namespace(event)
+        keys = event.extra_keys or None
         if packed is None or namespace is None or not hashes or parent == canonical_hash(hashes[0]):
             self.oddities.malformed += len(hashes)
             return
@@ -123,7 +127,8 @@ class BlockIndex:
             held = self._blocks.get(block_hash)
             if held is None:
                 text = packed[at * step : (at + 1) * step]
-                self._put(block_hash, Block(parent, text, namespace, event.lora_id, bit))
+                own = None if keys is None else keys[at] or None
+                self._put(block_hash, Block(parent, text, own, namespace, event.lora_id, bit))
                 self._counts[medium] += 1
             elif held.media & bit:
                 self.oddities.stored_again += 1
@@ -148,17 +153,17 @@ class BlockIndex:
             if left:
                 self._blocks[block_hash] = held._replace(media=left)
                 continue
-            del self._blocks[block_hash]
-            if self._children is not None and self._children.get(_key(held)) == block_hash:
-                del self._children[_key(held)]
+            self._drop(block_hash, held)
 
     def _tokens_of(self, event: BlockStored) -> TokenBytes | None:
         """The tokens of an event; None unless they are whole blocks, one a hash, of this index's size,
-        or left out.
+        or left out, and the extra keys, if any, are one a hash too.
         """
-        size, tokens = event.block_size, event.token_ids
+        size, tokens, keys = event.block_size, event.token_ids, event.extra_keys
         sound = size == self.block_size if self.block_size else size > 0
         if not sound or len(tokens) not in (0, size * len(event.block_hashes)):
+            return None
+        if keys and not _fit(keys, len(event.block_hashes)):
             return None
         try:
             return pack_tokens(tokens)
@@ -167,8 +172,13 @@ class BlockIndex:
 
     def _put(self, block_hash: BlockHash, block: Block) -> None:
         self._blocks[block_hash] = block
-        if self._children is not None and block.tokens:
+        if self._children is not None and _findable(block):
             self._children[_key(block)] = block_hash
+
+    def _drop(self, block_hash: BlockHash, block: Block) -> None:
+        del self._blocks[block_hash]
+        if self._children is not None and self._children.get(_key(block)) == block_hash:
+            del self._children[_key(block)]
 
     def _namespace(self, event: BlockStored) -> Namespace | None:
         """The event's namespace; None when its names are too long."""
@@ -184,7 +194,8 @@ class BlockIndex:
 
     def overlap(self, tokens: Any, namespace: Namespace = BASE) -> Overlap:
         """How much of the prompt's prefix is held. Walks by tokens: any engine's hashes will do, and
-        blocks that were told without their tokens are not found.
+        blocks that were told without their tokens are not found. Nor are blocks whose extra keys say
+        more than the adapter's name, and what is behind them: a namespace does not hold what they say.
 
         Raises what `pack_tokens` raises.
         """
@@ -193,8 +204,8 @@ class BlockIndex:
         if self.block_size is None:
             return Overlap(blocks)
         if self._children is None:
-            blocks_with_tokens = ((n, b) for n, b in self._blocks.items() if b.tokens)
-            self._children = {_key(block): name for name, block in blocks_with_tokens}
+            findable = ((n, b) for n, b in self._blocks.items() if _findable(b))
+            self._children = {_key(block): name for name, block in findable}
         step, parent, walking, length = self.block_size * TOKEN_BYTES, None, _ALL, 0
         for end in range(step, len(packed) + 1, step):
             text = bytes(packed[end - step : end])
@@ -246,13 +257,14 @@ class BlockIndex:
     def _continues(self, last: BlockHash, name: BlockHash) -> bool:
         before, block = self._blocks[last], self._blocks[name]
         told_alike = bool(block.tokens) == bool(before.tokens)
-        return block.parent == last and told_alike and block[2:] == before[2:]
+        return block.parent == last and told_alike and block[3:] == before[3:]
 
     def _chain_events(self, chain: list[BlockHash]) -> list[BlockStored]:
         assert self.block_size is not None
         blocks = [self._blocks[name] for name in chain]
         first = blocks[0]
         tokens = TokenIds(TokenBytes(b"".join([block.tokens for block in blocks])))
+        keys = [block.extra_keys for block in blocks]
         return [
             BlockStored(
                 block_hashes=list[int | bytes](chain),
@@ -264,10 +276,27 @@ class BlockIndex:
                 lora_name=first.namespace.lora_name,
                 cache_salt=first.namespace.cache_salt,
                 extra_key=first.namespace.extra_key,
+                extra_keys=keys if any(keys) else None,
             )
             for medium, bit in _BIT.items()
             if first.media & bit
         ]
+
+
+def _fit(keys: object, blocks: int) -> bool:
+    """Whether they are extra keys of that many blocks."""
+    try:
+        check_extra_keys(keys, blocks)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _findable(block: Block) -> bool:
+    """Whether a prompt's tokens and namespace are all that the block is of."""
+    if not block.extra_keys:
+        return bool(block.tokens)
+    return bool(block.tokens) and not has_own_keys(block.extra_keys, block.namespace.lora_name)
 
 
 def _key(block: Block) -> tuple[BlockHash | None, Namespace | None, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -37,7 +38,7 @@ def _joins(last: Event, event: Event) -> bool:
             and bool(len(event.token_ids)) == bool(len(last.token_ids))
         )
     if isinstance(last, BlockRemoved) and isinstance(event, BlockRemoved):
-        return last.medium == event.medium
+        return last.medium == event.medium and last.group_idx == event.group_idx
     return isinstance(last, AllBlocksCleared) and isinstance(event, AllBlocksCleared)
 
 
@@ -50,6 +51,8 @@ def _identity(event: BlockStored) -> tuple[object, ...]:
         event.cache_salt,
         event.session_id,
         event.extra_key,
+        event.group_idx,
+        event.kv_cache_spec_kind,
     )
 
 
@@ -59,12 +62,15 @@ def _joined(group: list[Event]) -> Event:
         return first
     hashes: list[int | bytes] = []
     tokens: list[bytes] = []
+    keys: list[Any] = []
     for event in group:
         assert not isinstance(event, AllBlocksCleared)
         hashes += event.block_hashes
         if isinstance(event, BlockStored):
             tokens.append(pack_tokens(event.token_ids))
+            keys += event.extra_keys or [None] * len(event.block_hashes)
     if isinstance(first, BlockRemoved):
-        return BlockRemoved(hashes, first.medium)
+        return msgspec.structs.replace(first, block_hashes=hashes)
     joined = TokenIds(TokenBytes(b"".join(tokens)))
-    return msgspec.structs.replace(first, block_hashes=hashes, token_ids=joined)
+    told = keys if any(keys) else None
+    return msgspec.structs.replace(first, block_hashes=hashes, token_ids=joined, extra_keys=told)

@@ -4,9 +4,14 @@ An engine's own events are repetitive, incomplete or odd at times, and more so t
 What comes out here:
 
 F1  A block is stored on a medium only while it is not on it, and removed only while it is.
-F2  A stored block's parent is None or held, on whichever medium, and never the block itself.
+F2  A held block's parent is None or held, on whichever medium, and never the block itself: a block that
+    leaves its last medium takes those behind it along.
 F3  Hashes are signed 64-bit integers, media are named, and tokens are whole blocks of the worker's size.
-F4  An event has at least one block. One that needs no change comes out as the same object.
+F4  An event has at least one block, and no empty name or list in place of none. One that needs no change
+    comes out as the same object.
+F5  Of a hybrid model's KV cache groups one comes out, the main one, and without its number: what another
+    group stores or removes touches nothing. The main group is the first that is told to be of full
+    attention; until one is, it is group 0. Events without a group are always of the main one.
 """
 
 from __future__ import annotations
@@ -17,13 +22,18 @@ from dataclasses import dataclass
 import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.extra_keys import check_extra_keys
 from kvevents.hashing import BlockHash, canonical_hash
-from kvevents.index import BlockIndex
+from kvevents.index import Block, BlockIndex
+from kvevents.merge import merge_events
 from kvevents.namespace import Namespace
-from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds, pack_tokens
+from kvevents.pieces import piece_of
+from kvevents.tokens import pack_tokens
 
 __all__ = ["ForeignCounts", "ForeignState"]
 
+_FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
+_MAX_GROUP = 2**31 - 1
 _BITS = {medium: 1 << position for position, medium in enumerate(StorageMedium)}
 
 
@@ -31,9 +41,11 @@ _BITS = {medium: 1 << position for position, medium in enumerate(StorageMedium)}
 class ForeignCounts:
     """Blocks that events told of and that were dropped, by why.
 
-    `orphans`: the parent is not held, or is the block itself. `malformed`: tokens that are not one block
-    each or no u32, a name that is too long, an event whose first block is its own parent.
-    `wrong_block_size`: not the worker's.
+    `orphans`: the parent is not held, or not any more, or is the block itself. `malformed`: tokens that
+    are not one block each or no u32, a name that is too long, extra keys that cannot be sent, an event
+    whose first block is its own parent; and no tokens, where the block is on no other medium.
+    `wrong_block_size`: not the worker's. `other_groups`: of a KV cache group that is not the main one,
+    removals too.
     """
 
     stored_again: int = 0
@@ -41,15 +53,71 @@ class ForeignCounts:
     removed_unknown: int = 0
     malformed: int = 0
     wrong_block_size: int = 0
+    other_groups: int = 0
+
+
+class Groups(msgspec.Struct, frozen=True, array_like=True):
+    """What is known of KV cache groups (F5). `guessed`: blocks came out because their group is 0."""
+
+    main: int | None = None
+    guessed: bool = False
 
 
 class _Index(BlockIndex):
-    """An index that says where a block is."""
+    """An index that can be asked for one block, and for those behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._behind: dict[BlockHash, BlockHash | set[BlockHash]] = {}
+        """The blocks right behind one; mostly there is only one."""
+
+    def clear(self) -> None:
+        super().clear()
+        self._behind.clear()
+
+    def _put(self, block_hash: BlockHash, block: Block) -> None:
+        super()._put(block_hash, block)
+        if block.parent is None:
+            return
+        first = self._behind.setdefault(block.parent, block_hash)
+        if isinstance(first, set):
+            first.add(block_hash)
+        elif first != block_hash:
+            self._behind[block.parent] = {first, block_hash}
+
+    def _drop(self, block_hash: BlockHash, block: Block) -> None:
+        super()._drop(block_hash, block)
+        self._behind.pop(block_hash, None)  # nothing is behind it any more (F2)
+        siblings = None if block.parent is None else self._behind.get(block.parent)
+        if isinstance(siblings, set):
+            siblings.discard(block_hash)
+        elif siblings == block_hash and block.parent is not None:
+            del self._behind[block.parent]
+
+    def behind(self, block_hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """All blocks behind these, each after its parent; these come before them."""
+        found = dict.fromkeys(block_hashes)
+        left = list(found)
+        while left:
+            behind = self._behind.get(left.pop(), ())
+            for block_hash in behind if isinstance(behind, (set, tuple)) else (behind,):
+                if block_hash not in found:
+                    found[block_hash] = None
+                    left.append(block_hash)
+        return list(found)
+
+    def block(self, block_hash: BlockHash) -> Block | None:
+        """None for a block that is not held."""
+        return self._blocks.get(block_hash)
 
     def media_of(self, block_hash: BlockHash) -> int:
         """Bit i is set for the i-th `StorageMedium`; 0 for a block that is not held."""
         held = self._blocks.get(block_hash)
         return 0 if held is None else held.media
+
+    def told_on(self, block_hash: BlockHash, medium: StorageMedium) -> BlockStored:
+        """A block that is held, as if stored on `medium`."""
+        return msgspec.structs.replace(self._chain_events([block_hash])[0], medium=medium)
 
 
 class ForeignState:
@@ -62,6 +130,7 @@ class ForeignState:
         self.other_block_size: int | None = None
         """The last block size told that is not the worker's."""
         self._index = _Index()
+        self.groups = Groups()
         self.counts = ForeignCounts()
 
     @property
@@ -75,17 +144,44 @@ class ForeignState:
         for event in events:
             match event:
                 case BlockStored():
-                    told += self._store(event)
+                    told += self._choose_group(event)
+                    told += self._store(event) if self._is_main(event) else ()
                 case BlockRemoved():
-                    told += self._remove(event)
+                    told += self._remove(event) if self._is_main(event) else ()
                 case AllBlocksCleared():
                     self._index.clear()
+                    self.groups = Groups(self.groups.main)
                     told.append(event)
         return told
 
     def clear(self) -> None:
         """Forget everything but the counts."""
         self._index.clear()
+        self.groups = Groups()
+
+    # ---------------------------------------------------------------------------------- groups
+
+    def _choose_group(self, event: BlockStored) -> list[Event]:
+        """See whether it is of the main group, and forget what came of another in its place."""
+        group, known = event.group_idx, self.groups
+        if known.main is not None or group is None:
+            return []
+        if event.kv_cache_spec_kind in _FULL_ATTENTION and 0 <= group <= _MAX_GROUP:
+            self.groups = Groups(group)
+            if group != 0 and known.guessed:
+                self._index.clear()
+                return [AllBlocksCleared()]
+        elif group == 0 and not known.guessed:
+            self.groups = Groups(guessed=True)
+        return []
+
+    def _is_main(self, event: BlockStored | BlockRemoved) -> bool:
+        """Whether it is of the main group; counted if not."""
+        group = event.group_idx
+        if group is None or group == (self.groups.main or 0):
+            return True
+        self.counts.other_groups += len(event.block_hashes)
+        return False
 
     # ---------------------------------------------------------------------------------- stores
 
@@ -93,50 +189,62 @@ class ForeignState:
         hashes = [canonical_hash(value) for value in event.block_hashes]
         raw_parent = event.parent_block_hash
         parent = None if raw_parent is None else canonical_hash(raw_parent)
-        packed = self._sound_tokens(event, hashes, parent)
-        if packed is None:
-            return []
         medium = StorageMedium.GPU if event.medium is None else event.medium
-        plain = parent == raw_parent and hashes == event.block_hashes
-        told: list[Event] = []
-        for start, stop in self._new_runs(hashes, parent, _BITS[medium]):
-            before = hashes[start - 1] if start else parent
-            whole = stop - start == len(hashes)
-            if whole and event.medium is not None and plain:
-                told.append(event)
-                continue
-            step = self._block_size * TOKEN_BYTES
-            text = TokenBytes(packed[start * step : stop * step])
-            told.append(
-                msgspec.structs.replace(
-                    event,
-                    block_hashes=list[int | bytes](hashes[start:stop]),
-                    parent_block_hash=before,
-                    token_ids=TokenIds(text),
-                    medium=medium,
-                )
-            )
+        told: list[Event]
+        if not self._is_of_our_size(event):
+            return []
+        if hashes and not len(event.token_ids):
+            told = self._told_without_tokens(hashes, medium)
+        elif not self._is_sound(event, hashes, parent):
+            return []
+        else:
+            event = _plain(event, hashes, parent, medium)
+            runs = self._new_runs(hashes, parent, _BITS[medium])
+            told = [piece_of(event, start, stop) for start, stop in runs]
         self._index.apply(told)
         return told
 
-    def _sound_tokens(
+    def _is_of_our_size(self, event: BlockStored) -> bool:
+        """Whether its blocks are of the worker's size; counted if not. Who tells no tokens may tell 0."""
+        size = event.block_size
+        if size == self._block_size or (size == 0 and not len(event.token_ids)):
+            return True
+        self.counts.wrong_block_size += len(event.block_hashes)
+        self.other_block_size = size
+        return False
+
+    def _is_sound(
         self, event: BlockStored, hashes: list[BlockHash], parent: BlockHash | None
-    ) -> TokenBytes | None:
-        """The event's tokens, packed; None when it is no sound store (F3), which is counted."""
-        if event.block_size != self._block_size:
-            self.counts.wrong_block_size += len(hashes)
-            self.other_block_size = event.block_size
-            return None
+    ) -> bool:
+        """Whether it is a store that can be published (F3); counted if not."""
+        sound = len(event.token_ids) == len(hashes) * self._block_size
+        sound = sound and not (hashes and parent == hashes[0])
         try:
-            packed = pack_tokens(event.token_ids)
+            pack_tokens(event.token_ids)
             Namespace(event.lora_name, event.cache_salt, event.extra_key)
+            if event.extra_keys:
+                check_extra_keys(event.extra_keys, len(hashes))
         except (TypeError, ValueError):
-            packed = None
-        needed = len(hashes) * self._block_size * TOKEN_BYTES
-        if packed is None or len(packed) != needed or (hashes and parent == hashes[0]):
-            self.counts.malformed += len(hashes)
-            return None
-        return packed
+            sound = False
+        self.counts.malformed += 0 if sound else len(hashes)
+        return sound
+
+    def _told_without_tokens(self, hashes: list[BlockHash], medium: StorageMedium) -> list[Event]:
+        """Blocks that come to `medium` from another, told by their hashes alone and in any order, as
+        vLLM's offloading does: what they are is what the index has of them.
+        """
+        told: dict[BlockHash, Event] = {}
+        for block_hash in hashes:
+            held = self._index.block(block_hash)
+            if held is None:
+                self.counts.malformed += 1
+            elif held.media & _BITS[medium] or block_hash in told:
+                self.counts.stored_again += 1
+            elif held.parent is not None and not self._index.media_of(held.parent):
+                self.counts.orphans += 1
+            else:
+                told[block_hash] = self._index.told_on(block_hash, medium)
+        return merge_events(told.values())
 
     def _new_runs(
         self, hashes: list[BlockHash], parent: BlockHash | None, bit: int
@@ -179,8 +287,55 @@ class ForeignState:
                     gone.setdefault(medium, []).append(block_hash)
             if left[block_hash] == held:
                 self.counts.removed_unknown += 1
-        told: list[Event] = [BlockRemoved(hashes, medium) for medium, hashes in gone.items()]
+        told = self._remove_behind(left)
+        told += [BlockRemoved(hashes, medium) for medium, hashes in gone.items()]
         if told == [event]:
             told = [event]
         self._index.apply(told)
         return told
+
+    def _remove_behind(self, left: dict[BlockHash, int]) -> list[Event]:
+        """Removals of what is behind the blocks that have no medium left, the last first (F2)."""
+        gone = [name for name, media in left.items() if not media and self._index.media_of(name)]
+        behind = [name for name in self._index.behind(gone) if left.get(name) != 0]
+        self.counts.orphans += len(behind)
+        told: list[Event] = []
+        for medium, bit in _BITS.items():
+            hashes = [
+                name
+                for name in reversed(behind)
+                if left.get(name, self._index.media_of(name)) & bit
+            ]
+            if hashes:
+                told.append(BlockRemoved(list[int | bytes](hashes), medium))
+        return told
+
+
+def _plain(
+    event: BlockStored,
+    hashes: list[BlockHash],
+    parent: BlockHash | None,
+    medium: StorageMedium,
+) -> BlockStored:
+    """The event as we write it; itself when it is."""
+    named = event.medium is not None and "" not in (
+        event.lora_name,
+        event.cache_salt,
+        event.extra_key,
+    )
+    whole = event.group_idx is None and event.kv_cache_spec_kind is None and event.extra_keys != []
+    signed = parent == event.parent_block_hash and hashes == event.block_hashes
+    if named and whole and signed:
+        return event
+    return msgspec.structs.replace(
+        event,
+        block_hashes=list[int | bytes](hashes),
+        parent_block_hash=parent,
+        medium=medium,
+        lora_name=event.lora_name or None,
+        cache_salt=event.cache_salt or None,
+        extra_key=event.extra_key or None,
+        extra_keys=event.extra_keys or None,
+        group_idx=None,
+        kv_cache_spec_kind=None,
+    )

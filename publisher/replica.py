@@ -23,7 +23,7 @@ from kvevents.index import BlockIndex
 from kvevents.materializer import FrozenRuns, Materializer, SavedRun
 from kvevents.records import Record
 from publisher.config import WorkerInfo
-from publisher.foreign import ForeignCounts, ForeignState
+from publisher.foreign import ForeignCounts, ForeignState, Groups
 from publisher.link import BATCH, FRESH, LOST
 from publisher.source import Input
 from publisher.status import EventCounts
@@ -61,14 +61,15 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVEvent
 
 _encode_saved = msgspec.msgpack.Encoder().encode
 _decode_saved = msgspec.msgpack.Decoder(SavedRun).decode
-_RUN, _BATCH = b"r", b"b"
+_decode_groups = msgspec.msgpack.Decoder(Groups).decode
+_RUN, _GROUPS, _BATCH = b"r", b"g", b"b"
 
 
 class FrozenReplica:
     """What a replica held at one moment."""
 
-    def __init__(self, runs: FrozenRuns, index: BlockIndex) -> None:
-        self._runs, self._index = runs, index
+    def __init__(self, runs: FrozenRuns, index: BlockIndex, groups: Groups) -> None:
+        self._runs, self._index, self._groups = runs, index, groups
 
     def saved(self) -> Iterator[bytes]:
         """Pieces that `Replica.load` takes."""
@@ -76,6 +77,8 @@ class FrozenReplica:
             yield _RUN + _encode_saved(run)
         for events in self._index.snapshot(_SAVED_BLOCKS):
             yield _BATCH + encode_batch(KVEventBatch(0.0, list(events), 0))
+        if self._groups != Groups():
+            yield _GROUPS + _encode_saved(self._groups)
 
     def snapshot(self, blocks_per_event: int) -> Iterator[list[Event]]:
         """Events that tell all of it, parents before children; a list for each stretch of blocks."""
@@ -209,7 +212,8 @@ class Replica:
 
     def freeze(self) -> FrozenReplica:
         """What is held now; later inputs do not change it."""
-        return FrozenReplica(self._runs.freeze(), self._foreign.index.fork())
+        foreign = self._foreign
+        return FrozenReplica(self._runs.freeze(), foreign.index.fork(), foreign.groups)
 
     def load(
         self,
@@ -230,6 +234,8 @@ class Replica:
                     runs.append(_decode_saved(body))
                 elif kind == _BATCH:
                     self._foreign.apply(decode_batch(body).batch.events)
+                elif kind == _GROUPS:
+                    self._foreign.groups = _decode_groups(body)
                 else:
                     raise KVEventsError(f"saved state: a piece of kind {kind!r}")
             except _UNREADABLE as error:

@@ -14,17 +14,21 @@ from msgspec.structs import replace
 
 from kvevents import (
     AllBlocksCleared,
+    BlockIndex,
     BlockRemoved,
     BlockStored,
     Event,
+    HashFormat,
     KVEventBatch,
     KVEventsError,
     StorageMedium,
     TokenIds,
+    block_hashes,
     decode_batch,
     encode_batch,
     pack_tokens,
 )
+from kvevents.store_form import StoreSpeller
 
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 GPU = StorageMedium.GPU
@@ -49,6 +53,26 @@ def batch(*events: Any, ts: Any = 1.5, rank: Any = 0) -> KVEventBatch:
 
 # ------------------------------------------------------------------------------------------- out
 
+EXTRA_KEYS: list[tuple[str, Any, type[Exception], str]] = [
+    ("no list", "ab", TypeError, "str is not a list"),
+    ("one for two blocks", [["a"]], ValueError, "1 entries for 2 blocks"),
+    ("text", [None, "a"], TypeError, "[1]: str is neither None nor a list"),
+    ("map", [[{}], None], TypeError, "[0]: dict is no plain value"),
+    (
+        "large",
+        [[2**64], None],
+        ValueError,
+        f"[0]: {2**64} is not in {-(2**63)}..{2**64 - 1}",
+    ),
+    ("infinite", [[float("inf")], None], ValueError, "[0]: inf is not finite"),
+    (
+        "no UTF-8",
+        [["\ud800"], None],
+        ValueError,
+        "[0]: '\\ud800' cannot be encoded: surrogates not allowed",
+    ),
+    ("deep", [[[[[["a"]]]]], None], ValueError, "[0]: lists are more than 4 deep"),
+]
 REFUSED: list[tuple[str, KVEventBatch, type[Exception], str]] = [
     ("int ts", batch(ts=5), TypeError, "ts: 5 is not a float"),
     ("no ts", batch(ts=None), TypeError, "ts: None is not a float"),
@@ -214,7 +238,26 @@ REFUSED: list[tuple[str, KVEventBatch, type[Exception], str]] = [
             TypeError,
             f"events[0].BlockStored.{name}: 7 is not a string",
         )
-        for name in ("lora_name", "cache_salt", "session_id", "extra_key")
+        for name in ("lora_name", "cache_salt", "session_id", "extra_key", "kv_cache_spec_kind")
+    ],
+    *[
+        (
+            f"extra keys: {what}",
+            batch(stored(extra_keys=keys)),
+            kind,
+            f"events[0].BlockStored.extra_keys: {message}",
+        )
+        for what, keys, kind, message in EXTRA_KEYS
+    ],
+    *[
+        (
+            f"group {group!r} of a {type(event).__name__}",
+            batch(event),
+            ValueError,
+            f"events[0].{type(event).__name__}.group_idx: {group!r} is not in 0..{2**63 - 1}",
+        )
+        for group in (-1, True, "0", 2**63)
+        for event in (stored(group_idx=group), BlockRemoved([1], GPU, group))  # type: ignore[arg-type]
     ],
 ]
 
@@ -283,6 +326,19 @@ def test_tokens_are_all_there_or_none(count: int) -> None:
 # ----------------------------------------------------------------------------------- there and back
 
 Names = st.none() | st.text(min_size=1, max_size=5)
+Groups = st.none() | st.integers(0, 2**63 - 1)
+Plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=3)
+    | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=2),
+    max_leaves=3,
+)
+Keys = st.none() | st.lists(Plain, max_size=2)
+"""A block's extra keys."""
 
 
 @st.composite
@@ -302,11 +358,14 @@ def stores(draw: st.DrawFn) -> BlockStored:
         cache_salt=draw(Names),
         session_id=draw(Names),
         extra_key=draw(Names),
+        extra_keys=draw(st.none() | st.lists(Keys, min_size=len(hashes), max_size=len(hashes))),
+        group_idx=draw(Groups),
+        kv_cache_spec_kind=draw(Names),
     )
 
 
 Removals = st.builds(
-    BlockRemoved, st.lists(I64, min_size=1, max_size=4), st.sampled_from(StorageMedium)
+    BlockRemoved, st.lists(I64, min_size=1, max_size=4), st.sampled_from(StorageMedium), Groups
 )
 Events: st.SearchStrategy[Event] = stores() | Removals | st.just(AllBlocksCleared())
 Batches = st.builds(
@@ -335,32 +394,204 @@ def test_what_is_sent_is_read(sent: KVEventBatch) -> None:
     )
 
 
-def as_array(event: Event) -> list[Any]:
-    """The positional form of older engines; SGLang 0.5.18's when there is a salt."""
+def vllm_array(event: Event) -> list[Any]:
+    """As vLLM wrote it up to 0.23, at full length."""
     if isinstance(event, BlockStored):
-        last = event.lora_name if event.cache_salt is None else {"cache_salt": event.cache_salt}
         head = [event.block_hashes, event.parent_block_hash, list(event.token_ids)]
-        return ["BlockStored", *head, event.block_size, event.lora_id, event.medium, last]
+        told = ["BlockStored", *head, event.block_size, event.lora_id, event.medium]
+        kind = event.kv_cache_spec_kind
+        return [*told, event.lora_name, event.extra_keys, event.group_idx, kind, 128]
     if isinstance(event, BlockRemoved):
-        return ["BlockRemoved", event.block_hashes, event.medium]
+        return ["BlockRemoved", event.block_hashes, event.medium, event.group_idx]
     return ["AllBlocksCleared"]
 
 
+def sglang_array(event: Event) -> list[Any]:
+    """As SGLang wrote it up to 0.5.18: a salt is in a map after the medium."""
+    if isinstance(event, BlockStored):
+        salt = event.cache_salt
+        return vllm_array(event)[:7] + ([] if salt is None else [{"cache_salt": salt}])
+    return vllm_array(event)[:3]
+
+
+def in_an_array(event: Event, *, vllm: bool) -> Event:
+    """The event without what the array has no slot for."""
+    if isinstance(event, BlockStored):
+        event = replace(event, session_id=None, extra_key=None)
+        if vllm:
+            return replace(event, cache_salt=None)
+        event = replace(event, lora_name=None, extra_keys=None)
+        return replace(event, group_idx=None, kv_cache_spec_kind=None)
+    if isinstance(event, BlockRemoved) and not vllm:
+        return BlockRemoved(event.block_hashes, event.medium)
+    return event
+
+
 @trials(100)
-@given(st.lists(Events, max_size=4), st.lists(st.none() | I64, max_size=2))
-def test_positional_events_mean_the_same_as_maps(events: list[Event], more: list[Any]) -> None:
-    """Arrays decode like maps; fields appended to an array are ignored (case 103)."""
+@given(st.lists(Events, max_size=4), st.lists(Plain, max_size=2), st.booleans())
+def test_positional_events_mean_the_same_as_maps(
+    events: list[Event], more: list[Any], vllm: bool
+) -> None:
+    """Arrays decode like maps; fields appended to them are ignored (case 103)."""
     wanted: list[Event] = []
+    raw: list[list[Any]] = []
     for event in events:
-        read = event
-        if isinstance(event, BlockStored):  # without what the array has no slot for
-            name = event.lora_name if event.cache_salt is None else None
-            read = replace(event, lora_name=name, session_id=None, extra_key=None)
-        wanted.append(read)
-    raw = [as_array(event) for event in events]
-    payload = pack([1.5, [[*it, *more] if it[0] == "BlockStored" else it for it in raw], 0])
-    assert decode_batch(payload).batch.events == wanted
-    assert decode_batch(payload).skipped == ()
+        array = vllm_array(event) if vllm else sglang_array(event)
+        salted = isinstance(event, BlockStored) and event.cache_salt is not None
+        complete = vllm or salted or isinstance(event, AllBlocksCleared)
+        raw.append([*array, *more] if complete else array)
+        wanted.append(in_an_array(event, vllm=vllm))
+    decoded = decode_batch(pack([1.5, raw, 0]))
+    assert decoded.batch.events == wanted
+    assert decoded.skipped == ()
+
+
+@trials(100)
+@given(st.lists(st.tuples(Events, st.integers(0, 1)), max_size=6))
+def test_maps_and_arrays_may_be_in_one_batch(events: list[tuple[Event, int]]) -> None:
+    """Each is read as what it is."""
+    wanted = [in_an_array(event, vllm=True) for event, _ in events]
+    told = [
+        vllm_array(event) if array else event
+        for event, (_, array) in zip(wanted, events, strict=True)
+    ]
+    decoded = decode_batch(pack([1.5, told, 0], enc_hook=list))
+    assert decoded.batch.events == wanted
+    assert decoded.skipped == ()
+
+
+# -------------------------------------------------------------------------------- a store's objects
+
+MS = 1_790_841_000_123
+EXTERNAL, DISK = StorageMedium.EXTERNAL, StorageMedium.DISK
+
+
+def master_event(event_type: str, value: int, **more: Any) -> dict[str, Any]:
+    """As Mooncake's master writes it."""
+    told = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
+    event = {
+        "event_id": 4,
+        "timestamp": MS,
+        "event_type": event_type,
+        "type": told.get(event_type, event_type),
+        "model_name": None,
+        "block_size": None,
+        "additional_salt": None,
+        "lora_name": None,
+        "tenant_id": "default",
+        "backend_id": "pool0",
+        "group_id": None,
+        "medium": "cpu",
+        "dp_rank": None,
+        "object_key": str(value % 2**64),
+        "seq_hashes": [value % 2**64],
+        "block_hashes": [value],
+        "base_block_idx": 0 if event_type == "stored" else None,
+    }
+    if event_type == "stored":
+        event |= {"parent_hash": None, "token_ids": None, "parent_block_hash": None}
+    return event | more
+
+
+def from_the_master(*events: Any, ts: Any = MS) -> Any:
+    return decode_batch(pack([ts, list(events), 0]))
+
+
+def test_a_stores_objects_are_read() -> None:
+    """Milliseconds become seconds; the store's memory is EXTERNAL; tokens and parent may be nil."""
+    decoded = from_the_master(
+        master_event("stored", -5, block_size=16),
+        master_event("stored", 7, block_size=16, parent_hash=2**64 - 5, medium="DISK"),
+        master_event("removed", -5),
+        master_event("cleared", 0),
+    )
+    assert decoded.skipped == ()
+    assert decoded.batch == KVEventBatch(
+        MS / 1000,
+        [
+            BlockStored([-5], None, [], 16, None, EXTERNAL),
+            BlockStored([7], 2**64 - 5, [], 16, None, DISK),
+            BlockRemoved([-5], EXTERNAL),
+            AllBlocksCleared(),
+        ],
+        0,
+    )
+    assert type(decoded.batch.ts) is float
+
+
+def test_an_object_may_say_more() -> None:
+    """Unsigned hashes alone, tokens, the names of the namespace; `type` may be missing."""
+    given = master_event("stored", 1, block_hashes=[], seq_hashes=[2**64 - 1], token_ids=[1, 2])
+    given |= {"block_size": 2, "lora_name": "a", "additional_salt": "s", "parent_block_hash": 9}
+    del given["type"]
+    wanted = BlockStored([2**64 - 1], 9, [1, 2], 2, None, EXTERNAL, "a", "s")
+    assert from_the_master(given).batch.events == [wanted]
+
+
+def test_an_object_may_be_named_by_its_page() -> None:
+    """Later masters leave the hashes out and tell the page's digest: its first 8 bytes are the hash."""
+    space = {"block_size": 2, "hash_format": HashFormat.SGLANG, "model": "m", "worker_id": "w"}
+    speller = StoreSpeller(0, media={EXTERNAL: "cpu", DISK: "disk"}, **space)  # type: ignore[arg-type]
+    first, second = block_hashes([1, 2, 3, 4], 2)
+    told: list[Event] = [
+        BlockStored([first, second], None, [1, 2, 3, 4], 2, None, EXTERNAL),
+        BlockStored([first], None, [1, 2], 2, None, DISK),
+        BlockRemoved([first], DISK),
+        AllBlocksCleared(),
+    ]
+    decoded = decode_batch(speller.spell(1790841000.0, told))
+    assert decoded.skipped == ()
+    index = BlockIndex()
+    index.apply(decoded.batch.events[:3])
+    assert index.resident[EXTERNAL] == {first, second}
+    assert index.resident[DISK] == {first}
+    index.apply(decoded.batch.events[3:])
+    assert len(index) == 0
+    assert decoded.batch.ts == 1790841000.0
+
+
+OBJECTS = {
+    "a page that is no hex": (
+        master_event("removed", 1, block_hashes=[], seq_hashes=[], connector_block_hash="key"),
+        "block_hashes: none",
+    ),
+    "a short page": (
+        master_event("removed", 1, block_hashes=[], seq_hashes=[], connector_block_hash="ab" * 7),
+        "block_hashes: none",
+    ),
+    "no size": (master_event("stored", 1), "block_size: nil"),
+    "a key that is no hash": (
+        master_event("removed", 1, block_hashes=[], seq_hashes=[], object_key="f67c_0_k"),
+        "block_hashes: none for the object 'f67c_0_k'",
+    ),
+    "another type": (master_event("moved", 1), "event_type: 'moved' is unknown"),
+    "no type": (master_event("removed", 1) | {"event_type": None}, "event_type: None is unknown"),
+    "another medium": (master_event("removed", 1, medium="tape"), "medium: 'tape' is neither"),
+    "no medium": (master_event("removed", 1, medium=None), "medium: None is neither"),
+    "text hashes": (master_event("removed", 1, block_hashes=["1"]), "Expected `int | bytes`"),
+    "bigrams": (master_event("stored", 1, block_size=1, token_ids=[[1, 2]]), "token_ids: pairs"),
+}
+
+
+@pytest.mark.parametrize(("bad", "reason"), OBJECTS.values(), ids=OBJECTS)
+def test_an_object_that_names_no_blocks_costs_only_itself(bad: Any, reason: str) -> None:
+    """Also a store without a block size, as the master sends it: with a reason that says so."""
+    decoded = from_the_master(master_event("removed", 1), bad, master_event("removed", 2))
+    assert decoded.batch.events == [BlockRemoved([1], EXTERNAL), BlockRemoved([2], EXTERNAL)]
+    assert [(it.position, it.reason[: len(reason)]) for it in decoded.skipped] == [(1, reason)]
+
+
+def test_other_events_in_a_batch_of_milliseconds() -> None:
+    """Maps and arrays are read as ever; from a float nothing is concluded."""
+    plain: list[Event] = [stored(), BlockRemoved([1], StorageMedium.CPU)]
+    assert from_the_master(*plain).batch == KVEventBatch(MS / 1000, plain, 0)
+    array = ["BlockRemoved", [1], "cpu"]
+    assert from_the_master(array, master_event("removed", 2)).batch.events == [
+        BlockRemoved([1], StorageMedium.CPU),
+        BlockRemoved([2], EXTERNAL),
+    ]
+    assert from_the_master(*plain, ts=float(MS)).batch == KVEventBatch(float(MS), plain, 0)
+    assert from_the_master(ts=10**11 - 1).batch.ts == 10**11 - 1
 
 
 # -------------------------------------------------------------------------------------------- in
@@ -402,6 +633,13 @@ BAD: dict[str, Any] = {
     "int salt": STORED | {"cache_salt": 7},
     "int key": STORED | {7: 7},
     "array with a text hash": ["BlockRemoved", ["AAAA"], "GPU"],
+    "extra keys as a map": STORED | {"extra_keys": {"a": 1}},
+    "extra keys as text": STORED | {"extra_keys": "ab"},
+    "text group": REMOVED | {"group_idx": "0"},
+    "int kind": STORED | {"kv_cache_spec_kind": 1},
+    "array with text for extra keys": ["BlockStored", [1], None, [1], 1, None, "GPU", None, "a"],
+    "array with a text group": ["BlockRemoved", [1], "GPU", "0"],
+    "array with an unknown medium": ["BlockRemoved", [1], "HBM3"],
     "array with a text parent": ["BlockStored", [1], "AAAA", [1, 2], 2, None, "GPU", None],
     "short array": ["BlockStored", [1], None],
     "empty array": [],
@@ -469,7 +707,7 @@ def test_unknown_keys_are_ignored(company: list[bytes]) -> None:
     """Case 103: a newer engine's extra fields, be they no UTF-8, do not stop an older reader."""
     odd = pack(STORED | {"~": [{}], "locality": "LOCAL"}).replace(b"~", b"\xff")
     events = [
-        pack(STORED | {"locality": "LOCAL", "group_idx": 0, "extra_keys": [["a"], None]}),
+        pack(STORED | {"locality": "LOCAL", "lookahead_token_ids": [[9], [10]]}),
         pack({"type": "AllBlocksCleared", "why": "reset"}),
         odd,
     ]
@@ -544,10 +782,10 @@ Atoms = (
     | st.datetimes()
     | st.sampled_from(["type", "BlockStored", "BlockRemoved", "AllBlocksCleared", "GPU"])
 )
-Keys = st.sampled_from(sorted(STORED)) | st.text(max_size=3) | st.integers(-9, 9)
+MapKeys = st.sampled_from(sorted(STORED)) | st.text(max_size=3) | st.integers(-9, 9)
 Values = st.recursive(
     Atoms,
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(Keys, inner, max_size=5),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(MapKeys, inner, max_size=5),
     max_leaves=20,
 )
 

@@ -41,7 +41,8 @@ def meaning(given: dict[str, Any]) -> Event:
         case "AllBlocksCleared":
             return AllBlocksCleared()
         case "BlockRemoved":
-            return BlockRemoved(given["block_hashes"], MEDIA[given["medium"]])
+            medium = MEDIA[given["medium"]]
+            return BlockRemoved(given["block_hashes"], medium, given.get("group_idx"))
         case "BlockStored":
             metadata = given.get("metadata") or {}
             return BlockStored(
@@ -54,6 +55,9 @@ def meaning(given: dict[str, Any]) -> Event:
                 lora_name=given.get("lora_name"),
                 cache_salt=given.get("cache_salt") or metadata.get("cache_salt"),
                 session_id=given.get("session_id"),
+                extra_keys=given.get("extra_keys"),
+                group_idx=given.get("group_idx"),
+                kv_cache_spec_kind=given.get("kv_cache_spec_kind"),
             )
     raise AssertionError(given)
 

@@ -152,6 +152,7 @@ def details(index: BlockIndex) -> dict[tuple[int | bytes, StorageMedium | None],
                 event.lora_name,
                 event.cache_salt,
                 event.extra_key,
+                event.extra_keys,
             )
     return found
 
@@ -424,6 +425,58 @@ def test_the_overlap_ends_where_tokens_were_left_out() -> None:
         assert len(index) == 2
 
 
+# ------------------------------------------------------------------------------ vLLM's extra keys
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_block_with_extra_keys_is_of_no_plain_prompt(asked: bool) -> None:
+    """It and what is behind it are held and not found by tokens; a block of the same tokens without them
+    is, and its removal leaves the other.
+    """
+    index = BlockIndex()
+    if asked:
+        index.overlap(A.tokens)
+    image = replace(store(A), block_hashes=[71, 72, 73], extra_keys=[None, [["image-1", 0]], None])
+    index.apply([image])
+    assert index.resident[GPU] == {71, 72, 73}
+    assert index.overlap(A.tokens).any_medium == 1
+    index.apply([store(A), BlockRemoved([71, 72, 73], GPU)])
+    assert index.overlap(A.tokens).any_medium == 3
+
+
+def test_an_adapters_name_among_the_extra_keys_says_nothing_new() -> None:
+    """vLLM tells it there too: the blocks are found in the adapter's namespace, and in no other."""
+    adapter = Prefix(Namespace("ad"), A.path)
+    index = indexed([replace(store(adapter), extra_keys=[["ad"], ["ad"], ["ad", "salt"]])])
+    assert index.overlap(A.tokens, Namespace("ad")).any_medium == 2
+    assert index.overlap(A.tokens).any_medium == 0
+
+
+def test_extra_keys_stay_with_their_blocks() -> None:
+    """In chains of any length, on every medium; events without any are told without."""
+    keys = [["salt"], None, [["image-1", 0], b"\x01"]]
+    index = indexed([replace(store(A), extra_keys=keys), store(A, medium=CPU)])
+    for longest, wanted in (
+        (9, [keys]),
+        (2, [keys[:2], keys[2:]]),
+        (1, [keys[:1], None, keys[2:]]),
+    ):
+        chains = list(index.snapshot(longest))
+        assert [[event.extra_keys for event in chain] for chain in chains] == [
+            [each, each] for each in wanted
+        ]
+    assert [event.extra_keys for event in next(indexed([store(A)]).snapshot(9))] == [None]
+
+
+def test_empty_extra_keys_are_none() -> None:
+    """A block with an empty list is the same as one without, and so is an event."""
+    empties: list[Any] = [[], [[], [], []], [None, [], None]]
+    for empty in empties:
+        index = indexed([replace(store(A), extra_keys=empty)])
+        assert index.overlap(A.tokens).any_medium == 3
+        assert details(index) == details(indexed([store(A)]))
+
+
 # ------------------------------------------------------------------------------------ bad events
 
 H1, H2, H3 = A.hashes
@@ -435,6 +488,9 @@ MALFORMED: dict[str, BlockStored] = {
     "many tokens": BlockStored([H1], None, [1, 2, 3], SIZE),
     "negative token": BlockStored([H1], None, [1, -1], SIZE),
     "large token": BlockStored([H1], None, [1, 2**32], SIZE),
+    "few extra keys": BlockStored([H1, H2], None, [1, 2, 3, 4], SIZE, extra_keys=[["a"]]),
+    "extra keys that are no list": BlockStored([H1], None, [1, 2], SIZE, extra_keys=["a"]),
+    "extra keys that cannot be sent": BlockStored([H1], None, [1, 2], SIZE, extra_keys=[[{}]]),
     "own parent": BlockStored([H1], H1, [1, 2], SIZE),
     "own parent in another form": BlockStored([to_u64(H1)], to_bytes(H1), [1, 2], SIZE),
 }
@@ -489,6 +545,7 @@ AnyStore = st.builds(
     st.none() | Numbers,
     Media,
     *[st.none() | st.text(max_size=2)] * 4,
+    st.none() | st.lists(st.none() | st.lists(Hashes | st.just({}), max_size=2), max_size=3),
 )
 AnyEvent = st.one_of(
     AnyStore,

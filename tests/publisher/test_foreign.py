@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvevents import (
     AllBlocksCleared,
@@ -20,7 +22,7 @@ from kvevents import (
     encode_batch,
 )
 from kvevents.index import Oddities
-from publisher.foreign import ForeignCounts, ForeignState
+from publisher.foreign import ForeignCounts, ForeignState, Groups
 
 SIZE = 2
 GPU, CPU, DISK, EXTERNAL = StorageMedium
@@ -64,10 +66,13 @@ def canonical(value: int | bytes) -> int:
 
 
 class Tolerant:
-    """A router that believes what it can place: whole blocks, of its size, after one that it holds."""
+    """A router that believes what it can place: whole blocks, of its size, after one that it holds and
+    only while it does; and without tokens those that it holds already.
+    """
 
     def __init__(self) -> None:
         self.held: dict[int, set[StorageMedium]] = {}
+        self.parents: dict[int, int | None] = {}
 
     def apply(self, event: Event) -> None:
         match event:
@@ -79,14 +84,26 @@ class Tolerant:
                     self.held.pop(name, None)
                     if left:
                         self.held[name] = left
+                while lost := {name for name in self.held if not self._is_placed(name)}:
+                    for name in lost:
+                        del self.held[name]
             case BlockStored(block_hashes=hashes, parent_block_hash=parent):
                 names = [canonical(value) for value in hashes]
                 before = None if parent is None else canonical(parent)
-                if self._is_sound(event) and names[:1] != [before]:
+                if not event.token_ids:
+                    for name in names if event.block_size in (0, SIZE) else ():
+                        if name in self.held:
+                            self.held[name].add(event.medium or GPU)
+                elif self._is_sound(event) and names[:1] != [before]:
                     for name in names:
                         if before is None or (before in self.held and before != name):
+                            if name not in self.held:
+                                self.parents[name] = before
                             self.held.setdefault(name, set()).add(event.medium or GPU)
                         before = name
+
+    def _is_placed(self, name: int) -> bool:
+        return self.parents[name] is None or self.parents[name] in self.held
 
     def _is_sound(self, event: BlockStored) -> bool:
         tokens = event.token_ids
@@ -105,15 +122,22 @@ class Tolerant:
 
 
 class Strict:
-    """Checks a stream against the invariants 1, 2, 12 and 13."""
+    """Checks a stream against the invariants 1, 2, 12 and 13, and that no block outlives its parent."""
 
     def __init__(self) -> None:
         self.on: set[tuple[StorageMedium, int]] = set()
         self.announced: set[int] = set()
+        self.parents: dict[int, int | None] = {}
+
+    def check_all(self, told: Iterable[Event]) -> None:
+        for event in told:
+            self.check(event)
+        held = {name for _, name in self.on}
+        assert all(self.parents[name] is None or self.parents[name] in held for name in held)
 
     def check(self, event: Event) -> None:
         if isinstance(event, AllBlocksCleared):
-            self.on, self.announced = set(), set()
+            self.on, self.announced, self.parents = set(), set(), {}
             return
         assert event.block_hashes
         assert event.medium is not None
@@ -129,8 +153,11 @@ class Strict:
         assert parent != event.block_hashes[0]
         for name in map(int, event.block_hashes):
             assert (event.medium, name) not in self.on  # 2
+            if all(name != other for _, other in self.on):
+                self.parents[name] = None if parent is None else int(parent)
             self.on.add((event.medium, name))
             self.announced.add(name)
+            parent = name
 
 
 def spelled(name: int) -> st.SearchStrategy[int | bytes]:
@@ -144,6 +171,7 @@ def spelled(name: int) -> st.SearchStrategy[int | bytes]:
 Names = st.sampled_from(NAMES)
 Hashes = Names.flatmap(spelled)
 Media = st.none() | st.sampled_from(StorageMedium)
+Keys = st.none() | st.lists(st.sampled_from(["salt", b"digest", ["image", 0]]), max_size=2)
 
 
 @st.composite
@@ -159,6 +187,20 @@ def stores(draw: st.DrawFn) -> BlockStored:
         event.token_ids = list(event.token_ids)[1:]
     elif oddity == 2 and names:
         event.token_ids = [2**32, *list(event.token_ids)[1:]]
+    elif oddity < 6:
+        event.token_ids, event.block_size = [], draw(st.sampled_from([0, SIZE, SIZE, 4]))
+    elif oddity < 10:
+        event.extra_keys = draw(st.lists(Keys, min_size=len(names), max_size=len(names)))
+    return event
+
+
+def in_group(event: Event, group: int, kind: str | None = None) -> Event:
+    """The event as of a KV cache group."""
+    match event:
+        case BlockStored():
+            return replace(event, group_idx=group, kv_cache_spec_kind=kind)
+        case BlockRemoved():
+            return replace(event, group_idx=group)
     return event
 
 
@@ -180,8 +222,7 @@ def test_whatever_an_engine_says_what_comes_out_is_sound_and_complete(
     state, strict, tolerant, router = ForeignState(SIZE), Strict(), Tolerant(), BlockIndex()
     for batch in batches:
         told = state.apply(batch)
-        for event in told:
-            strict.check(event)
+        strict.check_all(told)
         if told:
             encode_batch(KVEventBatch(1.0, told, 0))
         for event in batch:
@@ -200,6 +241,31 @@ def test_its_own_output_goes_through_unchanged(batches: list[list[Event]]) -> No
         again = second.apply(told)
         assert list(map(id, again)) == list(map(id, told))
     assert second.counts == ForeignCounts()
+
+
+@given(
+    st.lists(st.tuples(Events, st.booleans()), max_size=30),
+    st.sampled_from(["full_attention", "mla_attention", "sink_full_attention"]),
+    st.integers(0, 3),
+)
+def test_what_other_groups_do_touches_nothing(
+    told: list[tuple[Event, bool]], kind: str, main: int
+) -> None:
+    """F5: of a hybrid model's events those of the main group come out as if it were the only one."""
+    first = store([0])
+    plain, hybrid = after(first), after(in_group(first, main, kind))
+    for event, other in told:
+        if not other:
+            wanted = plain.apply([event])
+            assert hybrid.apply([in_group(event, main, kind)]) == wanted
+        elif event != CLEARED:
+            assert hybrid.apply([in_group(event, main + 1, "sliding_window")]) == []
+    assert hybrid.index.resident == plain.index.resident
+    assert replace_count(hybrid) == plain.counts
+
+
+def replace_count(state: ForeignState) -> ForeignCounts:
+    return dataclasses.replace(state.counts, other_groups=0)
 
 
 # ---------------------------------------------------------------------------------- one at a time
@@ -263,6 +329,30 @@ def test_a_removal_of_what_is_not_there_is_dropped() -> None:
     assert state.counts == ForeignCounts(removed_unknown=4)
 
 
+def test_a_block_takes_those_behind_it_along() -> None:
+    """When it leaves its last medium: they could be reached no more, and a snapshot could not place them.
+    The last come first, on every medium, and then what the engine said.
+    """
+    state = after(store([1, 2, 3]), store([-1], parent=2), store([1, 2, 3], medium=CPU), store([0]))
+    assert state.apply([remove([2])]) == [remove([2])]
+    first, second = state.apply([remove([2, 3], CPU)])
+    assert first in (remove([3, -1]), remove([-1, 3]))
+    assert second == remove([2, 3], CPU)
+    assert state.index.resident == {GPU: {1, 0}, CPU: {1}, DISK: set(), EXTERNAL: set()}
+    assert state.counts == ForeignCounts(orphans=2)
+    assert state.apply([remove([3]), store([2], parent=1)]) == [store([2], parent=1)]
+    assert state.counts == ForeignCounts(orphans=2, removed_unknown=1)
+
+
+def test_the_last_of_many_goes_with_the_first() -> None:
+    """However long the chain and wherever it branches; what went before is not told again."""
+    state = after(store([0, 1, 2, 3]), store([-1, -7], parent=1), remove([3]))
+    first, second = state.apply([remove([-7, 0])])
+    assert first in (remove([2, -1, 1]), remove([-1, 2, 1]))
+    assert second == remove([-7, 0])
+    assert len(state.index) == 0
+
+
 def test_a_removal_without_a_medium_is_told_for_each() -> None:
     """One event a medium, with the blocks that are on it."""
     state = after(store([1, 2]), store([1], medium=DISK))
@@ -286,6 +376,15 @@ def test_hashes_become_signed() -> None:
     assert state.apply([remove([1, unsigned[1], unsigned[0]])]) == [remove([1, -7, -1])]
 
 
+def test_an_empty_name_is_none() -> None:
+    """Of an adapter, a salt or an extra key, and an empty list of extra keys; as the state tells it."""
+    nothing: dict[str, Any] = {"lora_name": "", "cache_salt": "", "extra_key": "", "extra_keys": []}
+    for name, value in nothing.items():
+        state = ForeignState(SIZE)
+        assert state.apply([store([1], **{name: value})]) == [store([1])]
+        assert [event for chain in state.index.snapshot(9) for event in chain] == [store([1])]
+
+
 @pytest.mark.parametrize(
     ("event", "counts"),
     [
@@ -295,11 +394,19 @@ def test_hashes_become_signed() -> None:
         (store([1], token_ids=[1, 2**32]), ForeignCounts(malformed=1)),
         (store([1], parent=1), ForeignCounts(malformed=1)),
         (store([1], lora_name="a" * 2000), ForeignCounts(malformed=1)),
+        (store([1], extra_keys=[["a"], None]), ForeignCounts(malformed=1)),
+        (store([1], extra_keys=[[{}]]), ForeignCounts(malformed=1)),
         (store([1], block_size=1, token_ids=[1]), ForeignCounts(wrong_block_size=1)),
+        (store([1], block_size=4, token_ids=[]), ForeignCounts(wrong_block_size=1)),
+        (store([1, 2], group_idx=1), ForeignCounts(other_groups=2)),
+        (BlockRemoved([1, 2], GPU, 1), ForeignCounts(other_groups=2)),
         (store([]), ForeignCounts()),
         (remove([]), ForeignCounts()),
     ],
-    ids=["count", "none", "negative", "large", "self", "name", "size", "empty", "nothing"],
+    ids=[
+        *["count", "none", "negative", "large", "self", "name", "few keys", "bad key"],
+        *["size", "other size", "group", "removed group", "empty", "nothing"],
+    ],
 )
 def test_what_cannot_be_published_is_dropped_and_counted(
     event: Event, counts: ForeignCounts
@@ -325,6 +432,117 @@ def test_a_namespace_stays_with_every_run() -> None:
         store([1], **names),
         store([3], parent=2, **names),
     ]
+
+
+def test_extra_keys_stay_with_their_blocks() -> None:
+    """In the runs of a store that is cut, and in what the state tells again."""
+    keys = [["salt"], None, [["image", 0]]]
+    state = after(store([2]))
+    assert state.apply([store([1, 2, 3], extra_keys=keys)]) == [
+        store([1], extra_keys=[["salt"]]),
+        store([3], parent=2, extra_keys=[[["image", 0]]]),
+    ]
+    told = [event for chain in state.index.snapshot(9) for event in chain]
+    assert {event.block_hashes[0]: event.extra_keys for event in told} == {
+        1: [["salt"]],
+        2: None,
+        3: [[["image", 0]]],
+    }
+    assert ForeignState(SIZE).apply([store([1, 2], extra_keys=keys[:2])]) == [
+        store([1, 2], extra_keys=keys[:2])
+    ]
+
+
+# ------------------------------------------------------------------------------- without tokens
+
+
+def bare(names: Iterable[int], medium: StorageMedium = CPU, **more: Any) -> BlockStored:
+    """As vLLM's offloading tells it."""
+    return store(names, None, medium, **{"token_ids": [], **more})
+
+
+def test_blocks_without_tokens_are_those_of_another_medium() -> None:
+    """In any order: tokens, parent, adapter and extra keys are the ones known; neighbours are joined."""
+    names: dict[str, Any] = {"lora_id": 4, "lora_name": "a"}
+    keys = [["a", "salt"], ["a"], ["a"]]
+    held = store([1, 2, 3], **names, extra_keys=keys)
+    assert after(held).apply([bare([1, 2, 3])]) == [replace(held, medium=CPU)]
+    state = after(held)
+    assert state.apply([bare([3, 1, 2], block_size=0)]) == [
+        store([3], 2, CPU, **names, extra_keys=keys[2:]),
+        store([1, 2], None, CPU, **names, extra_keys=keys[:2]),
+    ]
+    assert state.apply([remove([3]), bare([3, 2], GPU)]) == [
+        remove([3]),
+        store([3], 2, GPU, **names, extra_keys=keys[2:]),
+    ]
+    assert state.counts == ForeignCounts(stored_again=1)
+
+
+def test_blocks_without_tokens_that_are_nowhere_are_dropped() -> None:
+    """And counted; so are those that are there already."""
+    state = after(store([1]))
+    assert state.apply([bare([0, 1, 1]), bare([1])]) == [store([1], None, CPU)]
+    assert state.counts == ForeignCounts(malformed=1, stored_again=2)
+
+
+# --------------------------------------------------------------------------------------- groups
+
+FULL, WINDOW = "full_attention", "sliding_window"
+
+
+def test_a_window_that_moves_on_does_not_cost_the_block() -> None:
+    """Case: evicting only the sliding window's part of a page removes nothing."""
+    state = ForeignState(SIZE)
+    batch: list[Event] = [in_group(store([1, 2]), 0, FULL), in_group(store([1, 2]), 1, WINDOW)]
+    assert state.apply(batch) == [store([1, 2])]
+    assert state.apply([BlockRemoved([1], GPU, 1)]) == []
+    assert state.index.resident[GPU] == {1, 2}
+    assert state.counts == ForeignCounts(other_groups=3)
+    assert state.apply([BlockRemoved([2, 1], GPU, 0)]) == [remove([2, 1])]
+
+
+def test_the_first_group_of_full_attention_is_the_main_one() -> None:
+    """Later ones are not; events that name no group always are."""
+    state = ForeignState(SIZE)
+    assert state.apply([in_group(store([1]), 2, FULL), in_group(store([2]), 0, FULL)]) == [
+        store([1])
+    ]
+    assert state.groups == Groups(2)
+    assert state.apply([store([3]), BlockRemoved([1], GPU, 0), remove([1])]) == [
+        store([3]),
+        remove([1]),
+    ]
+    assert state.counts == ForeignCounts(other_groups=2)
+
+
+def test_what_was_taken_for_the_main_group_is_cleared() -> None:
+    """Group 0 comes out while no other is known to be the main one, and is believed no longer then."""
+    state = ForeignState(SIZE)
+    assert state.apply([in_group(store([1, 2]), 0, WINDOW)]) == [store([1, 2])]
+    assert state.apply([in_group(store([1]), 1, FULL)]) == [CLEARED, store([1])]
+    assert state.apply([BlockRemoved([1, 2], GPU, 0)]) == []
+    assert state.index.resident[GPU] == {1}
+    for cleared in ([CLEARED], []):
+        state = after(in_group(store([1]), 0, WINDOW), *cleared)
+        if not cleared:
+            state.clear()
+        assert state.apply([in_group(store([1]), 1, FULL)]) == [store([1])]
+
+
+def test_a_new_run_may_have_other_groups() -> None:
+    """The main group is forgotten with what was held, but not by the engine's own clear."""
+    state = after(in_group(store([1]), 1, FULL), CLEARED)
+    assert state.groups == Groups(1)
+    state.clear()
+    assert state.groups == Groups()
+    assert state.apply([in_group(store([1]), 0, FULL)]) == [store([1])]
+
+
+@pytest.mark.parametrize("group", [-1, 2**31])
+def test_an_odd_number_is_no_main_group(group: int) -> None:
+    """Whatever its kind: it could not be told on."""
+    assert ForeignState(SIZE).apply([in_group(store([1]), group, FULL)]) == []
 
 
 def test_a_block_size_is_positive() -> None:
