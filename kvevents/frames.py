@@ -22,6 +22,7 @@ __all__ = [
     "replay_answer",
     "replay_end",
     "replay_request",
+    "reset_frames",
 ]
 
 _SEQ_BYTES = 8
@@ -68,6 +69,11 @@ def live_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
     return [topic, seq.to_bytes(_SEQ_BYTES, "big"), payload]
 
 
+def reset_frames(topic: bytes) -> list[bytes]:
+    """What tells some consumers that the seqs begin anew: the seq of END, and no payload."""
+    return [topic, _END_SEQ, b""]
+
+
 def parse_live(frames: Sequence[bytes]) -> Frame:
     """Raises KVEventsError unless there are three frames and a seq of 8 bytes, at most `MAX_SEQ`."""
     if len(frames) != 3:
@@ -96,15 +102,20 @@ def parse_replay_request(frames: Sequence[bytes]) -> ReplayRequest:
     raise KVEventsError(f'replay request: {len(frames)} frames, not ["", start]')
 
 
-def replay_answer(topic: bytes, seq: int, payload: bytes, *, delimited: bool) -> list[bytes]:
-    """One batch of a replay: the live frames behind the request's envelope."""
-    frames = live_frames(topic, seq, payload)
-    return [b"", *frames] if delimited else frames
+def replay_answer(topic: bytes | None, seq: int, payload: bytes, *, delimited: bool) -> list[bytes]:
+    """One batch of a replay: the live frames behind the request's envelope; None: without their topic, as
+    older engines answer.
+    """
+    return _answer(topic, seq.to_bytes(_SEQ_BYTES, "big"), payload, delimited=delimited)
 
 
-def replay_end(*, delimited: bool) -> list[bytes]:
-    """The message that ends every replay."""
-    frames = [b"", _END_SEQ, b""]
+def replay_end(*, delimited: bool, with_topic: bool = True) -> list[bytes]:
+    """The message that ends every replay, shaped as its answers are."""
+    return _answer(b"" if with_topic else None, _END_SEQ, b"", delimited=delimited)
+
+
+def _answer(topic: bytes | None, seq: bytes, payload: bytes, *, delimited: bool) -> list[bytes]:
+    frames = [seq, payload] if topic is None else [topic, seq, payload]
     return [b"", *frames] if delimited else frames
 
 

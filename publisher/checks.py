@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 __all__ = [
+    "NONE",
     "ConfigError",
     "check_choice",
     "check_flag",
@@ -13,8 +16,12 @@ __all__ = [
     "check_seconds",
     "check_text",
     "one_line",
+    "settle_none",
     "shown",
 ]
+
+NONE = "none"
+"""What TOML and flags say for None, having no other word for it."""
 
 _TEXT_BYTES = 4096
 _SHOWN = 120
@@ -89,3 +96,9 @@ def check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises ConfigError unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{key}: {shown(value)} is not one of {', '.join(choices)}")
+
+
+def settle_none(config: msgspec.Struct, key: str) -> None:
+    """Make `NONE` None. Mutates `config`."""
+    if getattr(config, key) == NONE:
+        msgspec.structs.force_setattr(config, key, None)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import re
 import typing
 from enum import StrEnum
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from kvevents.dialect import DIALECTS
+from kvevents.events import StorageMedium
 from kvevents.hashing import HashFormat
 from publisher.checks import (
+    NONE,
     ConfigError,
     check_choice,
-    check_flag,
     check_int,
     check_path,
     check_seconds,
     check_text,
     one_line,
-    shown,
+    settle_none,
 )
-from publisher.endpoint import Endpoint
+from publisher.endpoint import Endpoint, check_target
 from publisher.ports import Socket, check_sockets
-from publisher.topic import check_topic, topic_fields
+from publisher.sink_config import SinkConfig
 
 __all__ = [
     "ConfigError",
@@ -35,20 +34,15 @@ __all__ = [
     "WorkerInfo",
     "check_endpoint",
     "check_ports",
+    "check_worker",
     "is_same",
     "read_config",
     "sink_names",
     "unknown_key",
 ]
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _MOST_RANKS = 2**31 - 1
-_LEAST_REBASE = 1000
-_NONE = "none"
-_UNSAID: Any = msgspec.UNSET
-_REPLAY_ENDPOINT = "tcp://127.0.0.1:5558"
 
-Mode = Literal["bind", "connect"]
 Persist = Literal["all", "seq", "none"]
 OnLostState = Literal["reset", "refuse"]
 LogFormat = Literal["text", "json"]
@@ -67,141 +61,6 @@ def is_same(endpoint: str, replay_endpoint: str | None) -> bool:
     if replay_endpoint is None:
         return False
     return Endpoint.parse("", endpoint).takes(Endpoint.parse("", replay_endpoint))
-
-
-def _settle(config: msgspec.Struct, key: str) -> None:
-    """Make the text "none" None: TOML and flags have no other word for it."""
-    if getattr(config, key) == _NONE:
-        msgspec.structs.force_setattr(config, key, None)
-
-
-def _check_target(key: str, endpoint: object) -> None:
-    """Raises ConfigError unless `endpoint` can be connected to."""
-    parsed = Endpoint.parse(key, endpoint)
-    if parsed.is_wildcard:
-        what = "path" if parsed.scheme == "ipc" else "host"
-        raise ConfigError(f"{key}: {shown(endpoint)} cannot be connected to; name a {what}")
-    if parsed.is_any:
-        raise ConfigError(f"{key}: {shown(endpoint)} cannot be connected to; name its port")
-
-
-class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """One public output. What SGLang's and vLLM's --kv-events-config has too is named as there.
-
-    `name`: its label in metrics, logs and file names; empty becomes `sink0`, `sink1` by position.
-    `dialect`: how it spells a batch, one of kvevents.dialect.DIALECTS. `token_ids`: False leaves the
-    prompts' tokens out. `mode`: whether the PUB socket binds, or connects to routers that bind.
-    `endpoint`: where to; several only to connect. `replay_endpoint`: where the replay socket is bound;
-    None: no replay; unsaid, tcp://127.0.0.1:5558 to bind and None to connect. `add_dp_rank`: whether
-    rank N of a worker adds N to ports, and _dpN to a path. None: where it binds, and not where it
-    connects, for ranks have their routers in common. True: there too, as engines do. False: nowhere,
-    for ranks that share no host. `topic`: the first frame of every message, see
-    publisher.topic. `buffer_steps`, `buffer_bytes`: how many batches, and bytes of payload, a replay can
-    reach back before it starts from a snapshot. `hwm`: messages queued for one subscriber before it
-    loses some. `heartbeat_s`: an idle sink publishes an empty batch this often. `coalesce_s`: batches
-    of so long are merged into one. `rebase_after`: once seqs reach it they start over at 0.
-    """
-
-    name: str = ""
-    dialect: str = "sglang"
-    token_ids: bool = True
-    mode: Mode = "bind"
-    endpoint: str | tuple[str, ...] = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = _UNSAID
-    add_dp_rank: bool | None = None
-    topic: str = ""
-    buffer_steps: int = 10_000
-    buffer_bytes: int = 256 << 20
-    hwm: int = 100_000
-    heartbeat_s: float = 5.0
-    coalesce_s: float = 0.0
-    rebase_after: int | None = None
-
-    def __post_init__(self) -> None:
-        check_text("name", self.name)
-        if self.name and _NAME.fullmatch(self.name) is None:
-            raise ConfigError(f"name: {shown(self.name)} is not 1..64 of A-Z a-z 0-9 _ . -")
-        check_choice("dialect", self.dialect, DIALECTS)
-        check_flag("token_ids", self.token_ids)
-        check_choice("mode", self.mode, typing.get_args(Mode))
-        self._settle_replay()
-        self._check_endpoints()
-        if self.add_dp_rank is not None:
-            check_flag("add_dp_rank", self.add_dp_rank)
-        self._check_topic()
-        check_int("buffer_steps", self.buffer_steps, 1)
-        check_int("buffer_bytes", self.buffer_bytes, 1)
-        check_int("hwm", self.hwm, 1, 2**31 - 1)
-        check_seconds("heartbeat_s", self.heartbeat_s, 0.01, 3600)
-        check_seconds("coalesce_s", self.coalesce_s, 0, 10)
-        if self.rebase_after is not None:
-            check_int("rebase_after", self.rebase_after, _LEAST_REBASE)
-
-    def _settle_replay(self) -> None:
-        if self.replay_endpoint is _UNSAID:
-            settled = _REPLAY_ENDPOINT if self.mode == "bind" else None
-            msgspec.structs.force_setattr(self, "replay_endpoint", settled)
-        _settle(self, "replay_endpoint")
-
-    def _check_topic(self) -> None:
-        check_topic("topic", self.topic)
-        if "port" not in topic_fields(self.topic):
-            return
-        if self.mode == "connect":
-            why = "the port of what it connects to says nothing of this worker"
-        elif self.endpoints[0].startswith("ipc:"):
-            why = f"{shown(self.endpoints[0])} has none"
-        else:
-            return
-        raise ConfigError(f"topic: {{port}} of {shown(self.topic)}: {why}; write the port itself")
-
-    def _check_endpoints(self) -> None:
-        if isinstance(self.endpoint, tuple):
-            if not self.endpoint:
-                raise ConfigError("endpoint: at least one is needed")
-            if len(self.endpoint) > 1 and self.mode == "bind":
-                raise ConfigError(
-                    f"endpoint: {shown(self.endpoint)} are several, and mode 'bind' takes one"
-                )
-        seen: list[Endpoint] = []
-        for endpoint in self.endpoints:
-            parsed = Endpoint.parse("endpoint", endpoint)
-            if self.mode == "connect":
-                _check_target("endpoint", endpoint)
-            if any(parsed.takes(other) for other in seen):
-                raise ConfigError(f"endpoint: {shown(endpoint)} is there twice")
-            seen.append(parsed)
-        if self.replay_endpoint is not None:
-            replay = Endpoint.parse("replay_endpoint", self.replay_endpoint)
-            if self.mode == "bind" and replay.takes(seen[0]):
-                raise ConfigError(f"replay_endpoint: {replay} is the endpoint as well")
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """`endpoint` as a tuple, also where it is one."""
-        return self.endpoint if isinstance(self.endpoint, tuple) else (self.endpoint,)
-
-    @property
-    def endpoint_moves(self) -> bool:
-        """Whether the rank is added to `endpoint`."""
-        return self.mode == "bind" if self.add_dp_rank is None else self.add_dp_rank
-
-    @property
-    def replay_endpoint_moves(self) -> bool:
-        """Whether the rank is added to `replay_endpoint`."""
-        return self.add_dp_rank is not False
-
-    def endpoints_of(self, dp_rank: int) -> tuple[str, ...]:
-        """Where the PUB socket of one rank binds or connects."""
-        rank = dp_rank if self.endpoint_moves else 0
-        return tuple(str(Endpoint.parse("endpoint", one).for_rank(rank)) for one in self.endpoints)
-
-    def replay_endpoint_of(self, dp_rank: int) -> str | None:
-        """Where the replay socket of one rank is bound."""
-        if self.replay_endpoint is None:
-            return None
-        rank = dp_rank if self.replay_endpoint_moves else 0
-        return str(Endpoint.parse("replay_endpoint", self.replay_endpoint).for_rank(rank))
 
 
 class CurveConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -265,10 +124,10 @@ class RelayConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
     worker: WorkerInfo
 
     def __post_init__(self) -> None:
-        _settle(self, "replay_endpoint")
-        _check_target("endpoint", self.endpoint)
+        settle_none(self, "replay_endpoint")
+        check_target("endpoint", self.endpoint)
         if self.replay_endpoint is not None:
-            _check_target("replay_endpoint", self.replay_endpoint)
+            check_target("replay_endpoint", self.replay_endpoint)
             if is_same(self.endpoint, self.replay_endpoint):
                 raise ConfigError(f"replay_endpoint: {self.endpoint} is the endpoint as well")
         check_text("topic", self.topic)
@@ -307,7 +166,7 @@ class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
             check_path("state_dir", self.state_dir)
         check_choice("persist", self.persist, typing.get_args(Persist))
         check_choice("on_lost_state", self.on_lost_state, typing.get_args(OnLostState))
-        _settle(self, "http_endpoint")
+        settle_none(self, "http_endpoint")
         if self.http_endpoint is not None:
             Endpoint.parse_http("http_endpoint", self.http_endpoint)
         check_choice("log_format", self.log_format, typing.get_args(LogFormat))
@@ -334,6 +193,16 @@ class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
 def sink_names(config: SidecarConfig) -> tuple[str, ...]:
     """The sinks' names, in order."""
     return tuple(sink.name for sink in config.sinks)
+
+
+def check_worker(config: SidecarConfig, worker: WorkerInfo) -> None:
+    """Raises ConfigError when a sink has to say of the worker what it does not say of itself."""
+    for place, sink in enumerate(config.sinks):
+        for name in ("model", "worker_id"):
+            if sink.event_form == "mooncake" and not getattr(worker, name):
+                raise ConfigError(
+                    f"sinks[{place}].event_form: 'mooncake' names the worker's {name}, and it has none"
+                )
 
 
 def check_ports(config: SidecarConfig, worker: WorkerInfo) -> None:
@@ -371,7 +240,7 @@ def read_config(kind: type[T], data: Any) -> T:
     """
     _check_shape(kind, data, "")
     try:
-        return msgspec.convert(data, kind)
+        return msgspec.convert(_without_none(kind, data), kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         path = path.rstrip("`").removeprefix(".")
@@ -381,6 +250,22 @@ def read_config(kind: type[T], data: Any) -> T:
         raise ConfigError(one_line(f"{path}: {message}" if path else message)) from None
 
 
+def _without_none(kind: Any, data: Any) -> Any:
+    """`data` with None for the text "none" where a key takes a number or None."""
+    if isinstance(data, list):
+        (kind, *_) = typing.get_args(kind) or (None,)
+        return [_without_none(kind, one) for one in data]
+    if not (isinstance(data, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return data
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    return {
+        key: None
+        if value == NONE and types[key] == int | None
+        else _without_none(types[key], value)
+        for key, value in data.items()
+    }
+
+
 def _check_shape(kind: Any, data: object, path: str) -> None:
     """Raises ConfigError for a key that is none of ours, or a value that is none of a few."""
     kinds = typing.get_args(kind) or (kind,)
@@ -388,6 +273,9 @@ def _check_shape(kind: Any, data: object, path: str) -> None:
         check_choice(path, data, kinds)
     elif isinstance(kind, type) and issubclass(kind, StrEnum):
         check_choice(path, data, tuple(kind))
+    elif isinstance(data, dict) and typing.get_origin(kind) is dict:
+        for key in data:
+            check_choice(path, key, tuple(StorageMedium))
     elif isinstance(data, (list, tuple)) and typing.get_origin(kind) is tuple:
         for place, one in enumerate(data):
             _check_shape(kinds[0], one, f"{path}[{place}]")

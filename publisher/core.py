@@ -19,10 +19,13 @@ from typing import TypeVar
 
 import msgspec
 
-from kvevents.dialect import Speller
+from kvevents.dialect import Dialect
 from kvevents.errors import KVEventsError
 from kvevents.events import AllBlocksCleared, Event
 from kvevents.index import BlockIndex
+from kvevents.speller import Speller, Spells
+from kvevents.store_form import StoreSpeller
+from kvevents.view import View
 from publisher.config import SinkConfig, WorkerInfo
 from publisher.journal import Entry, Head, HeadSink, Journal, Kind, Recovered, read_journal
 from publisher.link import BATCH, FRESH, LOST
@@ -81,10 +84,10 @@ class Core:
     ) -> None:
         self._worker, self._link_id, self._clock = worker, link_id, clock
         self._sinks, self._names = sinks, names
-        self._spellers: dict[tuple[str, bool], Speller] = {}
+        self._spellers: dict[Dialect, Speller] = {}
         self._fingerprints = (
-            tuple(  # 1: of the spelling; another when the same events give other bytes
-                f"1 {sink.dialect} {sink.token_ids} {sink.coalesce_s > 0} {worker.dp_rank}"
+            tuple(  # 2: of the spelling; another when the same events give other bytes
+                f"2 {_fingerprint(sink.spelling)} {sink.coalesce_s > 0} {worker.dp_rank}"
                 for sink in sinks
             )
         )
@@ -122,8 +125,15 @@ class Core:
         return range(len(self._sinks))
 
     def _first_seq(self, number: int) -> int:
+        """Where a sink goes on of which nothing but the seq is known.
+
+        Objects of a store that were told before cannot be named any more, and no word makes all of its
+        consumers forget them; but a missing seq does.
+        """
         kept = self._seqs[number]
-        return kept.found or 0 if kept else 0
+        found = kept.found or 0 if kept else 0
+        skips = found > 0 and self._sinks[number].event_form == "mooncake"
+        return found + 1 if skips else found
 
     def _check_seqs(self, *, may_reset: bool) -> None:
         """Notice the files that should say something and do not."""
@@ -140,27 +150,38 @@ class Core:
                 raise StateError(f"on_lost_state: {kept.path}: {kept.reason}")
             _log.warning("%s: %s; its sink starts over at seq 0", kept.path, kept.reason)
 
-    def _speller(self, sink: SinkConfig) -> Speller:
-        key = (sink.dialect, sink.token_ids)
-        if key not in self._spellers:
-            dialect, rank = sink.dialect, self._worker.dp_rank
-            self._spellers[key] = Speller(dialect, rank, token_ids=sink.token_ids)
-        return self._spellers[key]
+    def _speller(self, dialect: Dialect) -> Spells:
+        worker = self._worker
+        if dialect.event_form == "mooncake":
+            return StoreSpeller(
+                worker.dp_rank,
+                block_size=worker.block_size,
+                hash_format=worker.hash_format,
+                media=dict(dialect.media),
+                object_key=dialect.object_key,
+                model=worker.model,
+                worker_id=worker.worker_id,
+            )
+        if dialect not in self._spellers:
+            self._spellers[dialect] = Speller(dialect, worker.dp_rank)
+        return self._spellers[dialect]
 
-    def _output(self, number: int, next_seq: int, base: BlockIndex | None = None) -> Output:
+    def _output(self, number: int, next_seq: int) -> Output:
         sink = self._sinks[number]
+        dialect = sink.spelling
         return Output(
             number,
             sink.name,
-            self._speller(sink),
+            View(dialect),
+            self._speller(dialect),
             self._keep,
             self._clock,
             max_batches=sink.buffer_steps,
             max_bytes=sink.buffer_bytes,
+            max_padding=sink.replay_padding,
             coalesce_s=sink.coalesce_s,
             rebase_after=sink.rebase_after,
             next_seq=next_seq,
-            base=base,
         )
 
     def _keep(self, entry: Entry) -> None:
@@ -199,17 +220,22 @@ class Core:
             last_batch=head.last_batch,
             ts=head.ts,
         )
-        base = BlockIndex()
-        for events in _until(deadline, replica.freeze().snapshot(SNAPSHOT_BLOCKS)):
-            base.apply(events)
         known = {(sink.name, sink.spelling): sink for sink in head.sinks}
         ours = list(zip(self._names, self._fingerprints, strict=True))
         outputs = {
-            key: self._output(number, known[key].next_seq, base.fork())
+            key: self._output(number, known[key].next_seq)
             for number, key in enumerate(ours)
             if key in known
         }
+        state, whole = replica.freeze(), BlockIndex()
+        if any(output.tells_all for output in outputs.values()):
+            for events in _until(deadline, state.snapshot(SNAPSHOT_BLOCKS)):
+                whole.apply(events)
         for key, output in outputs.items():
+            if output.tells_all:
+                output.load_index(whole.fork())
+            else:
+                output.load(_until(deadline, state.snapshot(SNAPSHOT_BLOCKS)))
             if known[key].telling:
                 output.await_snapshot()
         theirs = [outputs.get((sink.name, sink.spelling)) for sink in head.sinks]
@@ -220,6 +246,8 @@ class Core:
                 seq = outputs[key].next_seq
                 raise KVEventsError(f"it ends at seq {seq} of sink {key[0]}, after {kept.found}")
         replica.count_from_here()
+        for output in outputs.values():
+            output.count_from_here()
         self.replica = replica
         self.outputs = [
             outputs[key] if key in outputs else self._output(number, self._first_seq(number))
@@ -417,6 +445,10 @@ class Core:
         for kept in self._seqs:
             if kept is not None:
                 kept.close()
+
+
+def _fingerprint(dialect: Dialect) -> str:
+    return msgspec.json.encode(dialect).decode()
 
 
 def _until(deadline: float, items: Iterable[_T]) -> Iterator[_T]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from publisher.checks import ConfigError, check_text, shown
 
-__all__ = ["PATH_BYTES", "Endpoint"]
+__all__ = ["PATH_BYTES", "Endpoint", "check_target"]
 
 _TCP = re.compile(
     r"(?P<scheme>tcp|http)://"
@@ -146,6 +146,16 @@ class Endpoint:
     @property
     def _zone(self) -> str:
         return self.host.partition("%")[2]
+
+
+def check_target(key: str, endpoint: object) -> None:
+    """Raises ConfigError unless `endpoint` can be connected to."""
+    parsed = Endpoint.parse(key, endpoint)
+    if parsed.is_wildcard:
+        what = "path" if parsed.scheme == "ipc" else "host"
+        raise ConfigError(f"{key}: {shown(endpoint)} cannot be connected to; name a {what}")
+    if parsed.is_any:
+        raise ConfigError(f"{key}: {shown(endpoint)} cannot be connected to; name its port")
 
 
 def _text(key: str, text: object) -> str:

@@ -6,7 +6,6 @@ import typing
 
 import msgspec
 
-from kvevents.dialect import DIALECTS
 from publisher.checks import ConfigError, check_choice, check_flag, check_int, one_line, shown
 from publisher.config import SinkConfig, unknown_key
 from publisher.endpoint import Endpoint
@@ -74,7 +73,7 @@ def _take_their_own(told: Data, sink: Data) -> None:
     check_int("max_queue_size", told.get("max_queue_size", 0), 0)
     form = told.get("format")
     if form is not None:
-        check_choice("format", form, tuple(name for name, of in _FORMATS.items() if of in DIALECTS))
+        check_choice("format", form, tuple(_FORMATS))
         if sink.setdefault("dialect", _FORMATS[form]) != _FORMATS[form]:
             raise ConfigError(f"format: {form!r}, and dialect is {shown(sink['dialect'])}")
     if told.get("bind") is not None:

@@ -46,7 +46,7 @@ class Kind(IntEnum):
     CUT = 2
     """A sink merged what it had been holding into one batch. Body: its ts, a double."""
     FRAME = 3
-    """A sink published a batch of its own: the payload."""
+    """A sink published a batch of its own: its ts and events, as our own dialect spells them."""
     REBASE = 4
     """A sink's numbering started over at 0."""
     SNAPSHOT = 5

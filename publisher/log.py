@@ -6,6 +6,8 @@ L2  The log keeps at most `max_batches` frames and `max_bytes` of payload, but a
 L3  A replay from any start is contiguous and ends with the newest frame: the frames themselves,
     byte for byte, where the log reaches back; before that a snapshot of the state, beginning with
     AllBlocksCleared, and empty batches up to the frames. Applied in order it gives the state now.
+    Where it would need more than `max_padding` empty batches it begins later, at the last seqs before the
+    frames that hold the snapshot.
 L4  A step of a replay is of bounded work, and replays that need a snapshot share one that is not too
     old: for many clients the state is copied, and encoded, once.
 L5  A replay ends where it is once its last frame has fallen off the log and `_GRACE` more: slow clients
@@ -27,6 +29,7 @@ from kvevents.index import BlockIndex
 __all__ = ["RetainedLog", "num_blocks", "snapshot_batches"]
 
 Answer: TypeAlias = tuple[int, bytes]
+Encode: TypeAlias = Callable[[list[Event]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class _Snapshot:
         state: BlockIndex,
         first: int,
         blocks_per_batch: int,
-        encode: Callable[[list[Event]], bytes],
+        encode: Encode,
     ) -> None:
         self.first = first
         self.most_batches = -(-len(state) // blocks_per_batch) or 1
@@ -105,23 +108,26 @@ def num_blocks(events: Sequence[Event]) -> int:
 
 
 class RetainedLog:
-    """`encode` makes a payload of events; a snapshot has about `snapshot_blocks` blocks a batch.
+    """`encoder` gives what makes payloads of events, for one telling of the state from its beginning; a
+    snapshot has about `snapshot_blocks` blocks a batch.
 
     `next_seq`, `base`: where an earlier log ended, and the state then, which becomes this log's own.
     """
 
     def __init__(
         self,
-        encode: Callable[[list[Event]], bytes],
+        encoder: Callable[[], Encode],
         *,
         max_batches: int,
         max_bytes: int,
+        max_padding: int | None = None,
         snapshot_blocks: int = 256,
         next_seq: int = 0,
         base: BlockIndex | None = None,
     ) -> None:
-        self._encode = encode
+        self._encoder = encoder
         self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._max_padding = max_padding
         self._snapshot_blocks = snapshot_blocks
         self._frames: deque[_Retained] = deque()
         self._bytes = 0
@@ -183,11 +189,13 @@ class RetainedLog:
         snapshot = self._snapshot
         if snapshot is None:
             state = self._base.fork()
-            snapshot = _Snapshot(state, oldest, self._snapshot_blocks, self._encode)
+            snapshot = _Snapshot(state, oldest, self._snapshot_blocks, self._encoder())
             self._snapshot = snapshot
         frames = [*snapshot.since, *self._frames]
-        if start == JOIN:
-            start = max(0, snapshot.first - snapshot.most_batches)
+        latest = max(0, snapshot.first - snapshot.most_batches)
+        padding = self._max_padding
+        if start == JOIN or (padding is not None and start + padding < latest):
+            start = latest
         if start >= snapshot.first:
             return self._kept(start, frames[start - snapshot.first :])
         if start + snapshot.most_batches <= snapshot.first:
@@ -222,7 +230,7 @@ class RetainedLog:
     def _up_to(self, seq: int, first: int, frames: list[_Retained]) -> Iterator[Answer]:
         """Empty batches before the frames, and those."""
         assert seq <= first, "L3: a snapshot fits into the seqs before the frames"
-        empty = self._encode([]) if seq < first else b""
+        empty = self._encoder()([]) if seq < first else b""
         while seq < first:
             yield seq, empty
             seq += 1
@@ -237,10 +245,11 @@ class RetainedLog:
         batches get larger than usual in that case.
         """
         seq, moved, end = start, 0, first + len(frames)
-        empty = self._encode([])
+        encode = self._encoder()
+        empty = encode([])
         in_steps = len(frames) >= _LEAST_FRAMES
         if in_steps:
-            yield seq, self._encode([AllBlocksCleared()])
+            yield seq, encode([AllBlocksCleared()])
             seq += 1
         while moved < len(frames) and (first + moved - seq) * self._snapshot_blocks < len(state):
             if self._is_past(end):
@@ -256,7 +265,7 @@ class RetainedLog:
             for batch in snapshot_batches(state, per_batch):
                 if self._is_past(end):
                     return
-                yield seq, self._encode(batch)
+                yield seq, encode(batch)
                 seq += 1
         yield from self._up_to(seq, first, frames)
 

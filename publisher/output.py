@@ -1,4 +1,4 @@
-"""One sink's stream, without its sockets: numbering, what is retained, merging, and telling it all anew.
+"""One sink's stream, without its sockets: what is told, numbering, what is retained, telling it anew.
 
 O1  Every batch has the next seq, and is in the retained log.
 O2  What a sink makes of itself (heartbeats, the state told anew, a merged batch) is said in journal
@@ -9,15 +9,16 @@ O3  While the state is being told anew, what the worker tells waits behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvevents.codec import decode_batch
-from kvevents.dialect import Speller
+from kvevents.codec import decode_batch, encode_batch
 from kvevents.errors import KVEventsError
-from kvevents.events import AllBlocksCleared, Event
+from kvevents.events import AllBlocksCleared, Event, KVEventBatch
 from kvevents.index import BlockIndex
 from kvevents.merge import merge_events
+from kvevents.speller import Spells
+from kvevents.view import View
 from publisher.journal import Entry, Kind
 from publisher.log import RetainedLog, num_blocks, snapshot_batches
 from publisher.replica import FrozenReplica, Told
@@ -32,7 +33,7 @@ _MOST_HELD_BLOCKS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A batch to send. Its events must not change."""
+    """A batch to send. Its events are those told in it, and must not change."""
 
     seq: int
     payload: bytes
@@ -43,32 +44,35 @@ class Frame:
 class Output:
     """Of the sink `name`, number `number` among those of a sidecar.
 
+    `view`: what of the events is told; the output's own, as is a `speller` that knows of what is held.
     `record` is told what the journal is to keep. `clock`: seconds since the epoch, for replays.
-    `coalesce_s`: how long batches are held to be merged into one. `rebase_after`: so many seqs after the
-    state was last told whole the numbering starts over.
+    `max_padding`: see `RetainedLog`. `coalesce_s`: how long batches are held to be merged into one.
+    `rebase_after`: so many seqs after the state was last told whole the numbering starts over.
     """
 
     def __init__(
         self,
         number: int,
         name: str,
-        speller: Speller,
+        view: View,
+        speller: Spells,
         record: Callable[[Entry], None],
         clock: Callable[[], float],
         *,
         max_batches: int,
         max_bytes: int,
+        max_padding: int | None = None,
         coalesce_s: float = 0.0,
         rebase_after: int | None = None,
         next_seq: int = 0,
-        base: BlockIndex | None = None,
     ) -> None:
         self.name = name
-        self._number, self._speller, self._record, self._clock = number, speller, record, clock
-        self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._view, self._speller = view, speller
+        self._number, self._record, self._clock = number, record, clock
+        self._max_batches, self._max_bytes, self._max_padding = max_batches, max_bytes, max_padding
         self._coalesce_s, self._rebase_after = coalesce_s, rebase_after
         self._rebase_at = float("inf") if rebase_after is None else rebase_after
-        self.log = self._new_log(next_seq, base)
+        self.log = self._new_log(next_seq)
         self._held: list[Told] = []
         """Told by the worker and not published yet: to be merged, or behind a snapshot."""
         self._held_blocks = 0
@@ -76,15 +80,38 @@ class Output:
         self._snapshot: Iterator[list[Event]] | None = None
         self._snapshotting = False
 
-    def _new_log(self, next_seq: int, base: BlockIndex | None) -> RetainedLog:
+    def _new_log(self, next_seq: int, base: BlockIndex | None = None) -> RetainedLog:
         return RetainedLog(
-            lambda events: self._speller.spell(self._clock(), events),
+            self._encoder,
             max_batches=self._max_batches,
             max_bytes=self._max_bytes,
+            max_padding=self._max_padding,
             snapshot_blocks=SNAPSHOT_BLOCKS,
             next_seq=next_seq,
             base=base,
         )
+
+    def _encoder(self) -> Callable[[list[Event]], bytes]:
+        speller = self._speller.fresh()
+        return lambda events: speller.spell(self._clock(), events)
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether every event is told as it is, and nothing else is kept of them."""
+        return self._view.plain and self._speller.fresh() is self._speller
+
+    def load_index(self, base: BlockIndex) -> None:
+        """Begin from a state that was told before, where this output tells all; `base` becomes its own."""
+        self.log = self._new_log(self.next_seq, base)
+
+    def load(self, state: Iterable[list[Event]]) -> None:
+        """Begin from a state that was told in batches before; nothing has been published here."""
+        base = BlockIndex()
+        for events in state:
+            told = self._view.apply(events)
+            self._speller.hold(told)
+            base.apply(told)
+        self.log = self._new_log(self.next_seq, base)
 
     @property
     def next_seq(self) -> int:
@@ -95,6 +122,15 @@ class Output:
     def snapshotting(self) -> bool:
         """Whether the state is being told anew, or was when an earlier process ended."""
         return self._snapshotting
+
+    def count_from_here(self) -> None:
+        """Begin the count at 0: what an earlier process left out is not to be counted again."""
+        self._view.left_out = 0
+
+    @property
+    def num_left_out(self) -> int:
+        """Events of which nothing was told."""
+        return self._view.left_out
 
     @property
     def held(self) -> bool:
@@ -119,7 +155,7 @@ class Output:
     def tell(self, told: Told, now: float) -> list[Frame]:
         """What the worker told at `now`, monotonic: published, or held for its time (O3)."""
         if not self._coalesce_s and not self._snapshotting:
-            return [self._add(told.ts, told.events)]
+            return self._tell(told.ts, told.events)
         if not self._held:
             self._held_since = now
         self._held.append(told)
@@ -138,13 +174,18 @@ class Output:
         if self._snapshotting or not self._held:
             return []
         self._record(Entry(Kind.CUT, sink=self._number))
-        return [self._merge()]
+        return self._merge()
 
-    def _merge(self) -> Frame:
+    def _merge(self) -> list[Frame]:
         ts = self._held[-1].ts
         events = merge_events(event for told in self._held for event in told.events)
         self._drop_held()
-        return self._add(ts, events)
+        return self._tell(ts, events)
+
+    def _tell(self, ts: float, events: list[Event]) -> list[Frame]:
+        """As a batch, unless nothing of it is told."""
+        told = self._view.apply(events)
+        return [self._add(ts, told)] if told else []
 
     def _drop_held(self) -> None:
         self._held, self._held_blocks = [], 0
@@ -153,9 +194,11 @@ class Output:
 
     def own(self, ts: float, events: list[Event]) -> Frame:
         """A batch that the worker did not tell."""
-        payload = self._speller.spell(ts, events)
-        self._record(Entry(Kind.FRAME, payload, sink=self._number))
-        return Frame(self.log.append(payload, events), payload, ts, events)
+        frame = self._add(ts, self._view.apply(events))
+        verbatim = self._speller.verbatim and frame.events is events
+        body = frame.payload if verbatim else encode_batch(KVEventBatch(ts, events))
+        self._record(Entry(Kind.FRAME, body, sink=self._number))
+        return frame
 
     def end(self, ts: float) -> Frame:
         """The worker is gone, and all that it held."""
@@ -195,7 +238,7 @@ class Output:
             return []
         held = self._held
         self._drop_held()
-        return [self._add(told.ts, told.events) for told in held]
+        return [frame for told in held for frame in self._tell(told.ts, told.events)]
 
     @property
     def rebase_due(self) -> bool:
@@ -205,10 +248,11 @@ class Output:
     def rebase(self, state: FrozenReplica) -> None:
         """Start over at seq 0, and tell the whole state."""
         self._record(Entry(Kind.REBASE, sink=self._number))
-        self.log = self._new_log(0, None)
+        self.log = self._new_log(0)
         self.begin_snapshot(state)
 
     def _add(self, ts: float, events: list[Event]) -> Frame:
+        """`events`: as told."""
         payload = self._speller.spell(ts, events)
         return Frame(self.log.append(payload, events), payload, ts, events)
 
@@ -220,9 +264,10 @@ class Output:
             case Kind.CUT if self._held and not self._snapshotting:
                 self._merge()
             case Kind.FRAME:
-                self.log.append(entry.body, decode_batch(entry.body).batch.events)
+                batch = decode_batch(entry.body).batch
+                self._add(batch.ts, self._view.apply(batch.events))
             case Kind.REBASE:
-                self.log = self._new_log(0, None)
+                self.log = self._new_log(0)
             case Kind.SNAPSHOT:
                 self._start_snapshot()
             case Kind.TOLD if self._snapshotting:

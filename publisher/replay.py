@@ -77,8 +77,9 @@ class _Cursor:
 class ReplayServer:
     """Serves a ROUTER socket that has ROUTER_MANDATORY set; not its owner.
 
-    `replay` gives the answers from a start seq; `reaches`, whether they are without a snapshot. `clock`:
-    of a turn's seconds.
+    `replay` gives the answers from a start seq; `reaches`, whether they are without a snapshot.
+    `with_topic`: False answers without the topic frame, as older engines do. `clock`: of a turn's
+    seconds.
     """
 
     def __init__(
@@ -89,9 +90,10 @@ class ReplayServer:
         reaches: Callable[[int], bool],
         *,
         timeout_s: float,
+        with_topic: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.router, self._topic = router, topic
+        self.router, self._topic = router, topic if with_topic else None
         self._replay, self._reaches = replay, reaches
         self._timeout_s, self._clock = timeout_s, clock
         self._retry_at = 0.0
@@ -179,7 +181,7 @@ class ReplayServer:
             for seq, payload in replay:
                 yield replay_answer(self._topic, seq, payload, delimited=request.delimited)
                 self.stats.batches += 1
-            yield replay_end(delimited=request.delimited)
+            yield replay_end(delimited=request.delimited, with_topic=self._topic is not None)
             self.stats.answered += 1
             self.stats.snapshots += not is_whole
 

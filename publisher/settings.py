@@ -17,18 +17,20 @@ from pathlib import Path
 
 import msgspec
 
+from kvevents.dialect import DIALECTS
 from publisher.checks import ConfigError, one_line, shown
 from publisher.config import (
     LogFormat,
     LogLevel,
-    Mode,
     SidecarConfig,
     WorkerInfo,
     check_ports,
+    check_worker,
     read_config,
 )
 from publisher.config_file import read_file
 from publisher.engine_config import read_engine_sink
+from publisher.sink_config import Mode
 from publisher.topic import render_topic, topic_fields
 
 __all__ = ["Settings", "add_options", "pod_facts", "read_settings", "unread"]
@@ -61,6 +63,7 @@ _RELAY_FLAGS = {
     **_WORKER_FLAGS,
 }
 _SINK_FLAGS = {
+    "dialect": "--dialect",
     "mode": "--mode",
     "endpoint": "--endpoint",
     "replay_endpoint": "--replay-endpoint",
@@ -141,6 +144,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sink = parser.add_argument_group("the sink, when there is one")
     sink.add_argument(
         _ENGINES_OPTION, metavar="JSON", help="the sink, as SGLang and vLLM are told of theirs"
+    )
+    sink.add_argument(
+        "--dialect", choices=DIALECTS, metavar="NAME", help=f"who reads it: {', '.join(DIALECTS)}"
     )
     sink.add_argument("--mode", choices=typing.get_args(Mode), help="bind, or connect to routers")
     sink.add_argument(
@@ -224,6 +230,8 @@ def _check(config: SidecarConfig, pod: Mapping[str, str], worker: WorkerInfo | N
     """Raises ConfigError for what can be known before any socket is open."""
     if worker is not None:
         check_ports(config, worker)
+    if config.relay is not None:
+        check_worker(config, config.relay.worker)
     for place, sink in enumerate(config.sinks):
         key = f"sinks[{place}].topic"
         for field in topic_fields(sink.topic):

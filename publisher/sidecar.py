@@ -16,7 +16,14 @@ from pathlib import Path
 
 import zmq
 
-from publisher.config import ConfigError, SidecarConfig, WorkerInfo, check_ports, sink_names
+from publisher.config import (
+    ConfigError,
+    SidecarConfig,
+    WorkerInfo,
+    check_ports,
+    check_worker,
+    sink_names,
+)
 from publisher.core import Core
 from publisher.curve import Guard, exposure_warning
 from publisher.endpoint import PATH_BYTES, Endpoint
@@ -183,6 +190,7 @@ def _open(
     """
     config, front, worker = ours.config, ours.front, source.worker
     before = source.before if isinstance(source, LinkSource) else None
+    check_worker(config, worker)
     check_ports(config, worker)
     folder = _state_folder(config, worker, link, ours.signals)
     if folder is not None:

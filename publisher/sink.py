@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from kvevents.frames import live_frames
+from kvevents.frames import live_frames, reset_frames
 from publisher.config import SinkConfig, WorkerInfo
 from publisher.curve import Guard
 from publisher.endpoint import Endpoint
@@ -119,6 +119,7 @@ class Sink:
             self._topic,
             self.output.replay,
             self.output.reaches,
+            with_topic=self._config.replay_frames == 4,
             timeout_s=timeout_s,
         )
 
@@ -127,6 +128,8 @@ class Sink:
         status = self.status
         self._quiet_since = now
         try:
+            if self._config.reset_sentinel and frame.seq == 0:
+                self.pub.send_multipart(reset_frames(self._topic), zmq.NOBLOCK)
             self.pub.send_multipart(live_frames(self._topic, frame.seq, frame.payload), zmq.NOBLOCK)
         except zmq.Again:  # retained all the same: it shows as a gap
             status.dropped["socket"] += len(frame.events)
@@ -156,6 +159,7 @@ class Sink:
         status.next_seq, status.oldest_seq = log.next_seq, log.oldest_seq
         status.retained_batches, status.retained_bytes = log.num_batches, log.num_bytes
         status.held_events = self.output.num_held_events
+        status.dropped["filtered"] = self.output.num_left_out
 
     def close(self, *, linger_s: float) -> None:
         """Close the sockets; what is queued for a subscriber has `linger_s` to leave."""

@@ -6,8 +6,16 @@ from random import Random
 
 import msgspec
 
-from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    Namespace,
+    StorageMedium,
+)
 from kvevents.codec import encode_batch
+from kvevents.dialect import Dialect
 from kvevents.events import KVEventBatch
 from kvevents.hashing import block_hashes
 from kvevents.namespace import BASE
@@ -17,16 +25,17 @@ from publisher.link import BATCH, FRESH
 from publisher.source import Input
 
 BLOCK_SIZE = 2
-MEDIA = (StorageMedium.GPU, StorageMedium.CPU)
+MEDIA = tuple(StorageMedium)
+NAMESPACES = (BASE, BASE, Namespace(lora_name="ad"), Namespace(cache_salt="salt"))
 
 Truth = dict[StorageMedium, set[int]]
 
 
 class Block:
-    def __init__(self, parent: Block | None, tokens: list[int]) -> None:
-        self.parent, self.tokens = parent, tokens
+    def __init__(self, parent: Block | None, tokens: list[int], namespace: Namespace) -> None:
+        self.parent, self.tokens, self.namespace = parent, tokens, namespace
         self.path: list[int] = (parent.path if parent else []) + tokens
-        self.hash = block_hashes(self.path, BLOCK_SIZE)[-1]
+        self.hash = block_hashes(self.path, BLOCK_SIZE, namespace)[-1]
         self.media: set[StorageMedium] = set()
         self.block_id = -1
 
@@ -55,6 +64,22 @@ class StoryWorker:
             for medium in StorageMedium
         }
 
+    def told(self, dialect: Dialect) -> Truth:
+        """What is to be told of the truth, by the first of the media that are told alike."""
+        found: Truth = {medium: set() for medium in StorageMedium}
+        first: dict[str, StorageMedium] = {}
+        for medium, text in dialect.media:
+            found[first.setdefault(text, medium)] |= {
+                int(block.hash)
+                for block in self.blocks
+                if medium in block.media
+                and all(
+                    getattr(block.namespace, name) is None or name in dialect.namespaces
+                    for name in ("lora_name", "cache_salt")
+                )
+            }
+        return found
+
     def step(self, *, refused: bool = False) -> None:
         """Something changes, and is offered; a refused message burns its number."""
         changed = self._change()
@@ -78,7 +103,7 @@ class StoryWorker:
 
     def _new(self, block: Block, medium: StorageMedium) -> StoreNew:
         parent = BlockId(block.parent.block_id) if block.parent else None
-        namespace = None if block.parent else BASE
+        namespace = None if block.parent else block.namespace
         tokens = pack_tokens(block.tokens)
         return StoreNew(medium, BlockId(block.block_id), 1, parent, namespace, tokens)
 
@@ -113,14 +138,24 @@ class StoryWorker:
             return [StoreKnown(medium, BlockId(block.block_id), 1)], [self._stored(block, medium)]
         parent = self._random.choice([None, *self.blocks[-20:]])
         medium = self._random.choice(sorted(parent.media) if parent else MEDIA)
-        block = Block(parent, [self._random.randrange(2**32) for _ in range(BLOCK_SIZE)])
+        namespace = parent.namespace if parent else self._random.choice(NAMESPACES)
+        tokens = [self._random.randrange(2**32) for _ in range(BLOCK_SIZE)]
+        block = Block(parent, tokens, namespace)
         block.media.add(medium)
         block.block_id = self._take_id()
         self.blocks.append(block)
         return [self._new(block, medium)], [self._stored(block, medium)]
 
     def _stored(self, block: Block, medium: StorageMedium) -> BlockStored:
-        return BlockStored([block.hash], block.parent_hash, block.tokens, BLOCK_SIZE, medium=medium)
+        return BlockStored(
+            [block.hash],
+            block.parent_hash,
+            block.tokens,
+            BLOCK_SIZE,
+            medium=medium,
+            lora_name=block.namespace.lora_name,
+            cache_salt=block.namespace.cache_salt,
+        )
 
     def _removable(self) -> list[tuple[Block, StorageMedium]]:
         below = {(block.parent, medium) for block in self.blocks for medium in block.media}

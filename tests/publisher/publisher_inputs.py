@@ -25,6 +25,9 @@ Ids = st.integers(-1, 9).map(BlockId) | st.sampled_from([-(2**63), 2**63 - 1, 2*
 Counts = st.integers(-1, 4) | st.sampled_from([2**31, 2**63 - 1])
 Media = st.sampled_from(StorageMedium)
 Hashes = st.sampled_from(block_hashes([5] * 8, BLOCK_SIZE)) | st.integers(-(2**63), 2**64 - 1)
+Groups = st.none() | st.integers(-1, 2)
+Kinds = st.sampled_from([None, "full_attention", "sliding_window"])
+Keys: st.SearchStrategy[Any] = st.none() | st.lists(st.integers(-9, 9) | st.just({}), max_size=2)
 Names = st.none() | st.sampled_from(["", "ad"]) | st.text(max_size=3)
 
 Records = st.one_of(
@@ -58,10 +61,10 @@ def any_events(draw: st.DrawFn) -> Any:
         case 0:
             return AllBlocksCleared()
         case 1 | 2 | 3:
-            return BlockRemoved(list(hashes), medium)
+            return BlockRemoved(list(hashes), medium, draw(Groups))
     sound = draw(st.integers(0, 4)) > 0
     tokens = [5] * (BLOCK_SIZE * len(hashes) if sound else draw(st.integers(0, 9)))
-    return BlockStored(
+    event = BlockStored(
         list(hashes),
         draw(st.none() | Hashes),
         tokens,
@@ -73,6 +76,10 @@ def any_events(draw: st.DrawFn) -> Any:
         draw(Names),
         draw(Names),
     )
+    event.group_idx, event.kv_cache_spec_kind = draw(Groups), draw(Kinds)
+    if draw(st.integers(0, 4)) == 0:
+        event.extra_keys = draw(st.lists(Keys, max_size=4))
+    return event
 
 
 Stamps = st.floats() | st.integers(-(2**63), 2**64 - 1)

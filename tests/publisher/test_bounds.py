@@ -17,12 +17,14 @@ from publisher_rig import LOOPBACK, PATIENCE_S, Socket, insert, make_cache
 
 from kvevents import AllBlocksCleared, BlockIndex, BlockStored, Event, KVEventBatch
 from kvevents.codec import decode_batch, encode_batch
-from kvevents.dialect import Speller
+from kvevents.dialect import Dialect
 from kvevents.events import StorageMedium
 from kvevents.frames import END, JOIN, parse_replay_answer, replay_request
 from kvevents.materializer import Materializer
 from kvevents.namespace import BASE
 from kvevents.records import BlockId, Remove, StoreKnown, StoreNew
+from kvevents.speller import Speller
+from kvevents.view import View
 from publisher.client import RETELL_BLOCKS
 from publisher.config import SinkConfig, WorkerInfo
 from publisher.core import Core
@@ -213,7 +215,8 @@ def new_output(record: Callable[[object], None] = lambda _: None) -> Output:
     return Output(
         0,
         "a",
-        Speller("sglang", 0),
+        View(Dialect()),
+        Speller(Dialect(), 0),
         record,
         lambda: 1.0,
         max_batches=100,
@@ -261,7 +264,7 @@ class CountedLog(RetainedLog):
     def __init__(self, max_batches: int, snapshot_blocks: int = 4) -> None:
         self.encoded = 0
         super().__init__(
-            self._count,
+            lambda: self._count,
             max_batches=max_batches,
             max_bytes=1 << 30,
             snapshot_blocks=snapshot_blocks,

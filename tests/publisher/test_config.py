@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvevents.dialect import DIALECTS, PRESETS
+from kvevents.events import StorageMedium
 from kvevents.hashing import HashFormat
 from publisher.config import (
     ConfigError,
@@ -24,6 +27,8 @@ from publisher.config import (
     read_config,
     sink_names,
 )
+
+GPU, _, DISK, _ = StorageMedium
 
 GOOD_ENDPOINTS = [
     "tcp://127.0.0.1:5557",
@@ -67,6 +72,14 @@ BOUNDS: list[tuple[Any, str, Any, str]] = [
     (SinkConfig, "name", "x" * 65, "'xxx"),
     (SinkConfig, "name", "\u00e9", "'\u00e9' is not 1..64 of"),
     (SinkConfig, "dialect", "latin", "'latin' is not one of sglang"),
+    (SinkConfig, "event_form", "xml", "'xml' is not one of map, vllm, array, mooncake"),
+    (SinkConfig, "hash_form", "i32", "'i32' is not one of i64, u64, bytes"),
+    (SinkConfig, "media", {"CPU": "CPU"}, "'CPU' is not one of GPU, CPU_PINNED, DISK, EXTERNAL"),
+    (SinkConfig, "media", {one.value: "none" for one in StorageMedium}, "at least one is needed"),
+    (SinkConfig, "namespaces", ["salt"], "'salt' is not one of lora_name, cache_salt, extra_key"),
+    (SinkConfig, "blocks_per_event", 0, "0 is below 1"),
+    (SinkConfig, "replay_frames", 5, "5 is neither 3 nor 4"),
+    (SinkConfig, "replay_padding", -1, "-1 is below 0"),
     (SinkConfig, "mode", "both", "'both' is not one of bind, connect"),
     (SinkConfig, "endpoint", (), "at least one is needed"),
     (SinkConfig, "endpoint", ("tcp://h:1", "tcp://i:1"), "('tcp://h:1', 'tcp://i:1') are several"),
@@ -172,6 +185,9 @@ def test_every_bound_is_checked(kind: Any, key: str, value: Any, said: str) -> N
         ("heartbeat_s", [0.01, 3600]),
         ("coalesce_s", [0, 10]),
         ("rebase_after", [None, 1000, 1 << 50]),
+        ("blocks_per_event", [None, 1, 1 << 50]),
+        ("replay_padding", [None, 0, 1 << 50]),
+        ("replay_frames", [3, 4]),
         ("name", ["x" * 64, "A-z_0.9"]),
         ("topic", ["x" * 4096, "{{}}"]),
     ],
@@ -288,6 +304,7 @@ def test_a_config_crosses_json() -> None:
     config = SidecarConfig(
         sinks=(
             SinkConfig(topic="a", hwm=7, rebase_after=2000, token_ids=False),
+            SinkConfig(dialect="vllm-router", rebase_after=None, media={GPU: "x", DISK: None}),
             SinkConfig(replay_endpoint=None, mode="connect", endpoint=("tcp://a:1", "tcp://b:1")),
         ),
         linger_s=0.5,
@@ -298,6 +315,86 @@ def test_a_config_crosses_json() -> None:
     )
     assert read_config(SidecarConfig, msgspec.json.decode(msgspec.json.encode(config))) == config
     assert read_config(SidecarConfig, {}) == SidecarConfig()
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_preset_says_what_is_unsaid(name: str) -> None:
+    """Each preset is a configuration; all that it says is there to see."""
+    sink, preset = SinkConfig(dialect=name), PRESETS[name]
+    assert sink.spelling == preset.dialect
+    for key in ("topic", "replay_frames", "replay_padding", "rebase_after", "reset_sentinel"):
+        assert getattr(sink, key) == getattr(preset, key)
+    assert all(one is not msgspec.UNSET for one in msgspec.structs.astuple(sink))
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_any_of_it_can_be_said_otherwise(name: str) -> None:
+    """A single setting changes that alone; of the media, those that are named."""
+    plain = SinkConfig(dialect=name)
+    changes: dict[str, Any] = {
+        "hash_form": "bytes",
+        "blocks_per_event": 7,
+        "topic": "t",
+        "replay_frames": 3,
+        "replay_padding": 5,
+        "rebase_after": 5000,
+        "reset_sentinel": True,
+        "token_ids": False,
+        "namespaces": ("lora_name",),
+    }
+    for key, value in changes.items():
+        read = read_config(SinkConfig, {"dialect": name, key: value})
+        assert read == msgspec.structs.replace(plain, **{key: value})
+        assert getattr(read, key) == value
+    changed = SinkConfig(dialect=name, media={DISK: "SSD"})
+    assert changed.media == plain.media | {DISK: "SSD"}
+
+
+def test_another_form_tells_what_it_can_of_namespaces() -> None:
+    """Those that were not asked for and cannot be told are left out of the view."""
+    assert SinkConfig(event_form="array").namespaces == ("lora_name",)
+    assert "extra_key" not in SinkConfig(event_form="vllm").namespaces
+    assert SinkConfig(dialect="legacy", event_form="map").namespaces == ()
+
+
+def test_none_in_a_file_is_none() -> None:
+    """What a preset sets, TOML can unset: "none" for numbers and media."""
+    data = {
+        "dialect": "llm-d",
+        "rebase_after": "none",
+        "blocks_per_event": "none",
+        "replay_padding": "none",
+        "media": {"CPU_PINNED": "none", "DISK": "disk"},
+    }
+    sink = read_config(SinkConfig, data)
+    assert (sink.rebase_after, sink.blocks_per_event, sink.replay_padding) == (None, None, None)
+    assert sink.spelling.media == ((GPU, "GPU"), (DISK, "disk"))
+    assert read_config(SidecarConfig, {"sinks": [data]}).sinks[0].spelling == sink.spelling
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dialect": "aibrix", "namespaces": ["cache_salt"]}, "namespaces: 'cache_salt' cannot be"),
+        (
+            {"dialect": "mooncake-store", "media": {"GPU": "gpu"}},
+            "media.GPU: event_form 'mooncake'",
+        ),
+        ({"dialect": "mooncake-store", "object_key": "{x}"}, "object_key: {x} is not one of"),
+        ({"media": {"GPU": ""}}, "media.GPU: '' is not of 1..64 characters"),
+        ({"media": {"DISK": "x" * 65}}, "media.DISK: 'xxx"),
+        ({"media": {"DISK": 5}}, "media"),
+        ({"namespaces": "lora_name"}, "namespaces"),
+        ({"media": []}, "media"),
+    ],
+)
+def test_what_a_dialect_cannot_say_is_refused(settings: dict[str, Any], said: str) -> None:
+    """The message names the key, what is wrong and what can be, from a file and in Python."""
+    with pytest.raises(ConfigError, match=re.escape(said)) as error:
+        read_config(SidecarConfig, {"sinks": [settings]})
+    assert str(error.value).startswith("sinks[0].")
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        SinkConfig(**settings)
 
 
 def test_the_default_is_loopback() -> None:

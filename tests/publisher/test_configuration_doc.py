@@ -77,6 +77,8 @@ def test_every_key_is_there_with_its_default(heading: str, kind: type[msgspec.St
             continue
         if field.required:
             assert default == "needed", name
+        elif field.default is msgspec.UNSET:
+            assert default == "of the dialect", name
         elif field.default is None:
             assert default == "none", name
         else:

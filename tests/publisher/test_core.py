@@ -23,10 +23,18 @@ from publisher.output import Output
 from publisher.source import Input
 
 PLAIN = SinkConfig(name="plain", buffer_steps=8)
-MERGED = SinkConfig(name="merged", buffer_steps=5, coalesce_s=0.01, endpoint="tcp://127.0.0.1:5559")
-REBASED = SinkConfig(name="rebased", buffer_steps=6, endpoint="tcp://127.0.0.1:5561")
+MERGED = SinkConfig(
+    name="merged",
+    dialect="vllm",
+    buffer_steps=5,
+    coalesce_s=0.01,
+    endpoint="tcp://127.0.0.1:5559",
+)
+REBASED = SinkConfig(
+    name="rebased", dialect="vllm-router", buffer_steps=6, endpoint="tcp://127.0.0.1:5561"
+)
 msgspec.structs.force_setattr(REBASED, "rebase_after", 25)  # below what the edge allows
-LATER = SinkConfig(name="later", buffer_steps=3, endpoint="tcp://127.0.0.1:5563")
+LATER = SinkConfig(name="later", dialect="aibrix", buffer_steps=3, endpoint="tcp://127.0.0.1:5563")
 
 
 class Follower:
@@ -242,17 +250,17 @@ class CoreMachine(RuleBasedStateMachine):
             self.now += 0.02
             self.send(core.work(self.now))
         assert not core.held
-        for output in core.outputs:
+        for output, sink in zip(core.outputs, self.sinks, strict=True):
             follower = self.followers[output.name]
             follower.catch_up(output)
             follower.check_retained(output)
+            truth = self.worker.told(sink.spelling)
             assert follower.index.oddities == Oddities(), "S of what is there, R of what is not"
             if not self.foreign:
-                assert follower.index.resident == self.worker.truth
+                assert follower.index.resident == truth
             else:  # what was lost cannot be had; nothing that is false may be left
                 assert all(
-                    follower.index.resident[medium] <= held
-                    for medium, held in self.worker.truth.items()
+                    follower.index.resident[medium] <= held for medium, held in truth.items()
                 )
         late = BlockIndex()
         for _, payload in core.outputs[0].replay(0):

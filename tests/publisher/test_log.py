@@ -46,7 +46,7 @@ def junk() -> BlockIndex:
 
 def new_log(max_batches: int, max_bytes: int = 1 << 20, snapshot_blocks: int = 2) -> RetainedLog:
     return RetainedLog(
-        lambda events: payload_of(*events),
+        lambda: lambda events: payload_of(*events),
         max_batches=max_batches,
         max_bytes=max_bytes,
         snapshot_blocks=snapshot_blocks,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import pytest
 from core_rig import BLOCK_SIZE
 from hypothesis import given, settings
@@ -21,10 +22,13 @@ from kvevents import (
     StorageMedium,
 )
 from kvevents.codec import decode_batch
-from kvevents.dialect import Speller
+from kvevents.dialect import NAMESPACES, PRESETS, Dialect
 from kvevents.index import Oddities
 from kvevents.records import BlockId, StoreKnown, StoreNew
+from kvevents.speller import Speller, Spells
+from kvevents.store_form import StoreSpeller
 from kvevents.tokens import pack_tokens
+from kvevents.view import View
 from publisher.config import WorkerInfo
 from publisher.journal import Entry, Kind
 from publisher.output import SNAPSHOT_BLOCKS, Frame, Output
@@ -36,12 +40,26 @@ GPU = StorageMedium.GPU
 CLEAR: list[Event] = [AllBlocksCleared()]
 
 
+def new_speller(dialect: Dialect) -> Spells:
+    if dialect.event_form != "mooncake":
+        return Speller(dialect, 0)
+    return StoreSpeller(
+        *(0,),
+        block_size=BLOCK_SIZE,
+        hash_format=WORKER.hash_format,
+        media=dict(dialect.media),
+        object_key=dialect.object_key,
+        model="m",
+        worker_id="w",
+    )
+
+
 @dataclass
 class Bench:
     """A replica, one output, and the journal of both."""
 
     coalesce_s: float = 0.0
-    token_ids: bool = True
+    dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
     rebase_after: int | None = None
     max_batches: int = 1000
     next_seq: int = 0
@@ -53,11 +71,12 @@ class Bench:
         self.replica = Replica(WORKER)
         self.output = self.new_output(self.next_seq)
 
-    def new_output(self, next_seq: int, base: BlockIndex | None = None) -> Output:
+    def new_output(self, next_seq: int) -> Output:
         return Output(
             2,
             "bench",
-            Speller("sglang", 0, token_ids=self.token_ids),
+            View(self.dialect),
+            new_speller(self.dialect),
             self.journal.append,
             lambda: 77.0,
             max_batches=self.max_batches,
@@ -65,7 +84,6 @@ class Bench:
             coalesce_s=self.coalesce_s,
             rebase_after=self.rebase_after,
             next_seq=next_seq,
-            base=base,
         )
 
     def tell(self, given: Input) -> None:
@@ -143,7 +161,9 @@ def do(bench: Bench, worker: Any, operation: str) -> None:
 Benches = st.builds(
     Bench,
     coalesce_s=st.sampled_from([0.0, 0.015, 1.0]),
-    token_ids=st.booleans(),
+    dialect=st.sampled_from(
+        [Dialect(token_ids=False), *(preset.dialect for preset in PRESETS.values())]
+    ),
     rebase_after=st.sampled_from([None, 5]),
     max_batches=st.sampled_from([2, 1000]),
     next_seq=st.sampled_from([0, 40]),
@@ -196,10 +216,8 @@ def test_so_it_does_from_a_checkpoint(
         tells_batches=bench.replica.tells_batches,
         ts=bench.replica.ts,
     )
-    base = BlockIndex()
-    for events in replica.freeze().snapshot(SNAPSHOT_BLOCKS):
-        base.apply(events)
-    output = bench.new_output(first, base)
+    output = bench.new_output(first)
+    output.load(replica.freeze().snapshot(SNAPSHOT_BLOCKS))
     for operation in plan:
         do(bench, worker, operation)
     replay(bench.journal[start:], replica, output)
@@ -211,12 +229,27 @@ def test_so_it_does_from_a_checkpoint(
     assert whole[0].resident == whole[1].resident
 
 
+READABLE = [one for name in PRESETS if (one := PRESETS[name].dialect).event_form != "mooncake"]
+
+
+def seen(truth: dict[StorageMedium, set[Any]], dialect: Dialect) -> dict[StorageMedium, set[Any]]:
+    """What is held, by the first of the media that are told alike."""
+    found: dict[StorageMedium, set[Any]] = {medium: set() for medium in StorageMedium}
+    first: dict[str, StorageMedium] = {}
+    for medium, text in dialect.media:
+        found[first.setdefault(text, medium)] |= truth[medium]
+    return found
+
+
 @settings(max_examples=max(100, settings().max_examples))
-@given(bench=Benches, plan=Plans, seed=st.integers(0, 50))
-def test_a_subscriber_of_all_frames_is_right(bench: Bench, plan: list[str], seed: int) -> None:
+@given(bench=Benches, plan=Plans, seed=st.integers(0, 50), dialect=st.sampled_from(READABLE))
+def test_a_subscriber_of_all_frames_is_right(
+    bench: Bench, plan: list[str], seed: int, dialect: Dialect
+) -> None:
     """O1, O3: seqs follow each other, starting over only for a rebase; at the end the subscriber believes
-    what is so, and was never told of a block twice, or of one without its parent.
+    what is so, as its dialect tells it, and was never told of a block twice, or of one without its parent.
     """
+    bench = replace(bench, dialect=msgspec.structs.replace(dialect, namespaces=NAMESPACES))
     worker = story(seed, 0)
     for operation in plan:
         do(bench, worker, operation)
@@ -231,7 +264,7 @@ def test_a_subscriber_of_all_frames_is_right(bench: Bench, plan: list[str], seed
         assert frame.seq == expected
         expected += 1
         index.apply(decode_batch(frame.payload).batch.events)
-    assert index.resident == worker.truth
+    assert index.resident == seen(worker.truth, dialect)
     assert index.oddities == Oddities()
     assert expected == bench.output.next_seq
     recent = {frame.seq: frame.payload for frame in bench.sent}

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from publisher_rig import LOOPBACK, PATIENCE_S, Socket
 
 from kvevents import AllBlocksCleared
-from kvevents.dialect import Speller
+from kvevents.dialect import Dialect
 from kvevents.frames import END, Frame, parse_replay_answer, replay_request
+from kvevents.speller import Speller
+from kvevents.view import View
 from publisher.config import SinkConfig, WorkerInfo
 from publisher.output import Output
 from publisher.replay import ReplayServer
@@ -219,7 +221,7 @@ def test_replayed_frames_are_the_live_frames() -> None:
     context = zmq.Context[Socket]()
     config = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, topic="kv@{worker_id}@{model}")
     output = Output(
-        *(0, "sink0", Speller("sglang", 2), lambda _: None, lambda: 5.0),
+        *(0, "sink0", View(Dialect()), Speller(Dialect(), 2), lambda _: None, lambda: 5.0),
         max_batches=100,
         max_bytes=1 << 20,
     )

@@ -10,12 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from publisher_inputs import any_inputs, pack, sound_inputs, story
 
-from kvevents import AllBlocksCleared, BlockIndex, Event, KVEventsError, StorageMedium
+from kvevents import (
+    AllBlocksCleared,
+    BlockIndex,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventsError,
+    StorageMedium,
+)
 from kvevents.codec import decode_batch, encode_batch
-from kvevents.dialect import Speller
+from kvevents.dialect import Dialect
 from kvevents.events import KVEventBatch
 from kvevents.index import Oddities
 from kvevents.records import Clear
+from kvevents.speller import Speller
 from publisher.config import WorkerInfo
 from publisher.link import BATCH, FRESH, LOST
 from publisher.replica import Replica, Told
@@ -47,7 +56,7 @@ def reloaded(replica: Replica) -> Replica:
 
 def wire(told: Told | None) -> bytes | None:
     """As bytes: what a subscriber could tell apart, NaN and all."""
-    return None if told is None else Speller("sglang", 0).spell(told.ts, told.events)
+    return None if told is None else Speller(Dialect(), 0).spell(told.ts, told.events)
 
 
 def view(events: list[Event], index: BlockIndex | None = None) -> BlockIndex:
@@ -226,6 +235,34 @@ def test_so_does_one_that_was_told_nonsense(inputs: list[Input], share: float) -
     check_same_from_here(inputs, int(share * len(inputs)))
 
 
+def grouped(group: int, kind: str) -> BlockStored:
+    """Three blocks as a hybrid model's engine tells them, of one of its KV cache groups."""
+    event = BlockStored([1, 2, 3], None, [5] * (3 * BLOCK_SIZE), BLOCK_SIZE)
+    event.medium, event.group_idx, event.kv_cache_spec_kind = StorageMedium.GPU, group, kind
+    return event
+
+
+FULL, WINDOW = (grouped(1, "full_attention"), grouped(0, "sliding_window"))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("first", [[FULL, WINDOW], [WINDOW]], ids=["told", "guessed"])
+def test_a_loaded_replica_knows_the_groups(first: list[Event], at: int) -> None:
+    """R3: which of an engine's KV cache groups is the main one, or was taken for it."""
+    batches: list[list[Event]] = [
+        first,
+        [BlockRemoved([3], StorageMedium.GPU, 1)],
+        [BlockRemoved([2], StorageMedium.GPU, 0)],
+        [FULL],
+        [BlockRemoved([3, 2], StorageMedium.GPU, 1), WINDOW],
+    ]
+    inputs = [
+        Input(number, BATCH, encode_batch(KVEventBatch(1.0, events, 0)))
+        for number, events in enumerate(batches)
+    ]
+    check_same_from_here(inputs, at)
+
+
 @FEWER
 @given(inputs=any_inputs(most=14))
 def test_arbitrary_inputs(inputs: list[Input]) -> None:
@@ -237,7 +274,7 @@ def test_arbitrary_inputs(inputs: list[Input]) -> None:
     index = BlockIndex()
     for one in told:
         if one is not None:
-            Speller("sglang", 3, token_ids=False).spell(one.ts, one.events)
+            Speller(Dialect(token_ids=False), 3).spell(one.ts, one.events)
             payload = wire(one)
             assert payload is not None
             index.apply(decode_batch(payload).batch.events)

@@ -13,8 +13,9 @@ import zmq
 from publisher_rig import LOOPBACK, PATIENCE_S, Socket, short_folder
 
 from kvevents import AllBlocksCleared, BlockStored, Event, StorageMedium, decode_batch
-from kvevents.dialect import Speller
 from kvevents.frames import Frame, parse_live
+from kvevents.speller import Speller
+from kvevents.view import View
 from publisher.checks import ConfigError
 from publisher.config import SinkConfig, WorkerInfo
 from publisher.link import Bound
@@ -38,7 +39,8 @@ def output_of(config: SinkConfig) -> Output:
     return Output(
         0,
         config.name,
-        Speller(config.dialect, WORKER.dp_rank),
+        View(config.spelling),
+        Speller(config.spelling, WORKER.dp_rank),
         lambda _: None,
         lambda: 77.0,
         max_batches=config.buffer_steps,

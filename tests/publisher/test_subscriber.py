@@ -670,7 +670,7 @@ def test_whatever_is_dropped_the_view_is_right(
     with the state the publisher is in, by snapshots where the frames are gone.
     """
     log = RetainedLog(
-        lambda events: payload_of(*events),
+        lambda: lambda events: payload_of(*events),
         max_batches=max_batches,
         max_bytes=1 << 20,
         snapshot_blocks=2,
