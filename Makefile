@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-cache test-sidecar check format bench stress clean
+.PHONY: demo test test-cache test-sidecar interop check format bench stress clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvevents demo
@@ -17,7 +17,15 @@ test-cache: $(INSTALLED)
 	$(BIN)/pytest -o cache_dir=.pytest_cache/cache tests/kvevents tests/hicache
 
 test-sidecar: $(INSTALLED)
-	$(BIN)/pytest -o cache_dir=.pytest_cache/sidecar --ignore=tests/kvevents --ignore=tests/hicache
+	$(BIN)/pytest -o cache_dir=.pytest_cache/sidecar --ignore=tests/kvevents --ignore=tests/hicache --ignore=tests/interop
+
+# Against the real consumers and engines, each in an environment of its own below KVEVENTS_INTEROP_HOME.
+# Those that cannot be installed are skipped. Writes the table of docs/consumers.md.
+interop: $(INSTALLED)
+	tests/interop/install.sh || true
+	rm -f .pytest_cache/conformance.jsonl && mkdir -p .pytest_cache
+	KVEVENTS_CONFORMANCE=.pytest_cache/conformance.jsonl $(BIN)/pytest -o cache_dir=.pytest_cache/interop -rs tests/interop
+	$(BIN)/python tests/interop/conformance.py .pytest_cache/conformance.jsonl
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

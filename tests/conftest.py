@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,6 +41,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="runs under KVEVENTS_PROFILE=stress"))
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note what a test has shown of a consumer, where KVEVENTS_CONFORMANCE names a file for it."""
+    report = yield
+    row = item.get_closest_marker("conformance")
+    ended = report.when == "call" or report.outcome != "passed"
+    if row is not None and ended and (path := os.environ.get("KVEVENTS_CONFORMANCE")):
+        told = {**row.kwargs, "test": item.nodeid, "outcome": report.outcome}
+        with Path(path).open("a") as file:
+            file.write(json.dumps(told) + "\n")
+    return report
 
 
 def _has_gpu() -> bool:
