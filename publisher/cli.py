@@ -28,6 +28,9 @@ _NEEDS = {
     "demo": ("demo", ("zmq", "torch")),
     "serve": ("publisher", ("zmq",)),
     "keygen": ("publisher", ("zmq",)),
+    "lint": ("publisher", ("zmq",)),
+    "check": ("publisher", ("zmq",)),
+    "record": ("publisher", ("zmq",)),
 }
 """A command's extra, and the modules it brings."""
 
@@ -76,6 +79,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     _add_tail(commands.add_parser("tail", help="print a stream, one line per event"))
     _add_demo(commands.add_parser("demo", help="worker, sidecar and router on a real trace"))
     _add_serve(commands.add_parser("serve", help="the sidecar itself; a worker spawns it"))
+    _add_lint(commands.add_parser("lint", help="which consumers would lose what, and why"))
+    _add_check(commands.add_parser("check", help="whether a stream is right, for these consumers"))
+    _add_record(commands.add_parser("record", help="write messages to a capture, for lint to read"))
     _add_keygen(commands.add_parser("keygen", help="a pair of keys for CURVE"))
     options = parser.parse_args(arguments)
     extra, modules = _NEEDS[options.command]
@@ -98,8 +104,7 @@ def _add_tail(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--count", type=int, metavar="N", help="end after N events")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
     parser.add_argument("--timeout", type=float, metavar="S", help="end after S seconds of silence")
-    parser.add_argument("--server-key", metavar="FILE", help="the publisher's .key, for CURVE")
-    parser.add_argument("--client-key", metavar="FILE", help="our own .key_secret, for CURVE")
+    _add_keys(parser)
     parser.epilog = f"Exit code {NO_CONNECTION} when nothing came at all in --timeout seconds."
     parser.set_defaults(run=_tail)
 
@@ -111,19 +116,7 @@ def _tail(options: argparse.Namespace) -> int:
         raise ValueError(f"--count: {options.count} is below 1")
     if options.timeout is not None and not 0 < options.timeout <= 86_400:
         raise ValueError(f"--timeout: {options.timeout} is not above 0 and at most 86400")
-    server_key, client_keys = None, None
-    if options.server_key is not None or options.client_key is not None:
-        from publisher.curve import read_public_key, read_secret_key
-
-        if options.server_key is None or options.client_key is None:
-            raise ValueError("--server-key and --client-key: one is of no use without the other")
-        if options.server_key.endswith(".key_secret"):
-            raise ValueError(
-                f"--server-key: {options.server_key} is the publisher's secret; give its .key, and"
-                " leave the secret where the publisher is"
-            )
-        server_key = read_public_key("--server-key", options.server_key)
-        client_keys = read_secret_key("--client-key", options.client_key)
+    server_key, client_keys = _read_keys(options)
     seen = tail(
         options.endpoint,
         options.replay_endpoint,
@@ -140,6 +133,179 @@ def _tail(options: argparse.Namespace) -> int:
     silence = f"nothing came from {options.endpoint} in {options.timeout:g} s"
     print(f"kvevents tail: {silence}", file=sys.stderr)
     return NO_CONNECTION
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server-key", metavar="FILE", help="the publisher's .key, for CURVE")
+    parser.add_argument("--client-key", metavar="FILE", help="our own .key_secret, for CURVE")
+
+
+def _read_keys(options: argparse.Namespace) -> tuple[str | None, tuple[str, str] | None]:
+    """The publisher's public key, and our own two; None and None without CURVE."""
+    if options.server_key is None and options.client_key is None:
+        return None, None
+    from publisher.curve import read_public_key, read_secret_key
+
+    if options.server_key is None or options.client_key is None:
+        raise ValueError("--server-key and --client-key: one is of no use without the other")
+    if options.server_key.endswith(".key_secret"):
+        raise ValueError(
+            f"--server-key: {options.server_key} is the publisher's secret; give its .key, and"
+            " leave the secret where the publisher is"
+        )
+    return (
+        read_public_key("--server-key", options.server_key),
+        read_secret_key("--client-key", options.client_key),
+    )
+
+
+def _add_lint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--as",
+        dest="consumers",
+        metavar="NAME[,NAME…]",
+        help="these consumers only; else every one",
+    )
+    _add_lint_options(parser)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--as", dest="consumers", metavar="NAME[,NAME…]", required=True, help="for these consumers"
+    )
+    _add_lint_options(parser)
+
+
+def _add_lint_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="a publisher's PUB endpoint, e.g. tcp://127.0.0.1:5557, or a capture",
+    )
+    parser.add_argument(
+        "--replay-endpoint",
+        metavar="ENDPOINT",
+        help="the publisher's replay endpoint: ask for what is retained, and look at the answer too",
+    )
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="write findings of one kind each time"
+    )
+    _add_limits(parser)
+    parser.epilog = (
+        f"Exit code {FINDINGS} when something would be lost, {NO_CONNECTION} when nothing came."
+    )
+    parser.set_defaults(run=_lint)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--topic", default="", help="only topics that begin so")
+    parser.add_argument(
+        "--for", dest="for_s", type=float, metavar="SECONDS", help="end after so long"
+    )
+    parser.add_argument("-n", "--count", type=int, metavar="N", help="end after N batches")
+    _add_keys(parser)
+
+
+def _check_limits(options: argparse.Namespace) -> None:
+    if options.count is not None and options.count < 1:
+        raise ValueError(f"--count: {options.count} is below 1")
+    if options.for_s is not None and not 0 < options.for_s <= 86_400:
+        raise ValueError(f"--for: {options.for_s} is not above 0 and at most 86400")
+
+
+def _lint(options: argparse.Namespace) -> int:
+    from contextlib import ExitStack
+
+    from publisher.lint_command import Report, lint, read_consumers
+    from publisher.tap import Tap
+
+    _check_limits(options)
+    consumers = read_consumers(options.consumers)
+    endpoints = [source for source in options.sources if "://" in source]
+    if options.replay_endpoint is not None and (len(options.sources), len(endpoints)) != (1, 1):
+        raise ValueError("--replay-endpoint: it goes with one endpoint, and nothing else")
+    server_key, client_keys = _read_keys(options)
+
+    def report(source: str) -> Report:
+        label = source if len(options.sources) > 1 or options.output == "json" else ""
+        return Report(
+            lambda line: print(line, flush=True),
+            label,
+            as_json=options.output == "json",
+            verbose=options.verbose,
+        )
+
+    with ExitStack() as stack:
+        taps = [
+            stack.enter_context(
+                Tap(
+                    endpoint,
+                    options.replay_endpoint,
+                    topic=options.topic,
+                    server_key=server_key,
+                    client_keys=client_keys,
+                )
+            )
+            for endpoint in endpoints
+        ]
+        came, findings = lint(
+            [(Path(name), report(name)) for name in options.sources if "://" not in name],
+            list(zip(taps, map(report, endpoints), strict=True)),
+            consumers,
+            replay=options.replay_endpoint is not None,
+            for_s=options.for_s,
+            count=options.count,
+            warn=lambda text: print(f"kvevents {options.command}: {text}", file=sys.stderr),
+        )
+    if not came:
+        print(f"kvevents {options.command}: nothing came", file=sys.stderr)
+        return NO_CONNECTION
+    return FINDINGS if findings else 0
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("endpoint", metavar="ENDPOINT", help="the publisher's PUB endpoint")
+    parser.add_argument(
+        "-w", "--write", metavar="FILE", required=True, help="the capture; it must not be there yet"
+    )
+    parser.add_argument(
+        "--replay-endpoint",
+        metavar="ENDPOINT",
+        help="its replay endpoint: ask for what is retained",
+    )
+    _add_limits(parser)
+    parser.epilog = f"Exit code {NO_CONNECTION} when nothing came."
+    parser.set_defaults(run=_record)
+
+
+def _record(options: argparse.Namespace) -> int:
+    import time
+
+    from kvevents.capture import CaptureHead
+    from publisher.record_command import record
+    from publisher.tap import Tap
+
+    _check_limits(options)
+    server_key, client_keys = _read_keys(options)
+    head = CaptureHead(
+        endpoint=options.endpoint,
+        replay_endpoint=options.replay_endpoint,
+        topic=options.topic,
+        started_ns=time.time_ns(),
+    )
+    with Tap(
+        options.endpoint,
+        options.replay_endpoint,
+        topic=options.topic,
+        server_key=server_key,
+        client_keys=client_keys,
+    ) as tap:
+        came = record(tap, head, Path(options.write), for_s=options.for_s, count=options.count)
+    what = "batch is" if came == 1 else "batches are"
+    print(f"kvevents record: {came} {what} in {options.write}", file=sys.stderr)
+    return 0 if came else NO_CONNECTION
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

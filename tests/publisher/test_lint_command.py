@@ -7,6 +7,7 @@ import re
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from publisher_rig import (
     LOOPBACK,
     PATIENCE_S,
@@ -26,11 +28,20 @@ from publisher_rig import (
 )
 
 from kvevents import AllBlocksCleared, BlockStored, StorageMedium
-from kvevents.capture import CaptureHead, CaptureReader, Channel, capture_start, pack_message
+from kvevents.capture import (
+    CaptureHead,
+    CaptureReader,
+    Channel,
+    Message,
+    capture_start,
+    pack_message,
+)
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_end
 from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
+from publisher.curve import read_secret_key, write_keys
 from publisher.lint_command import read_consumers
+from publisher.tap import Tap, wait_for
 
 WIDE = 0x0123_4567_89AB_CDEF
 GOOD = payload_of(BlockStored([WIDE], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU))
@@ -292,6 +303,46 @@ def test_an_engines_replay_is_asked_from_0(publisher: RawPublisher) -> None:
     ]
 
 
+def test_a_replay_that_is_not_answered_is_over_after_a_while(publisher: RawPublisher) -> None:
+    """The tap says so once, and live messages go on."""
+    messages: list[Message] = []
+    deadline = time.monotonic() + PATIENCE_S
+    with Tap(publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2) as tap:
+        while not any(one.channel == Channel.OVER for one in messages):
+            assert time.monotonic() < deadline, messages
+            wait_for([tap], deadline)
+            messages += tap.drain()
+        assert [one.channel for one in messages] == [Channel.ASKED, Channel.OVER]
+        assert publisher.request()[1] == JOIN
+        publisher.live(0, payload=GOOD)
+        while len(messages) < 3:
+            assert time.monotonic() < deadline, messages
+            wait_for([tap], deadline)
+            messages += tap.drain()
+    assert messages[2].frames == live_frames(b"", 0, GOOD)
+
+
+def test_with_curve(tmp_path: Path) -> None:
+    """Keys are those of tail: with the publisher's own, its stream is read."""
+    public, secret = write_keys(tmp_path, "publisher")
+    _, client = write_keys(tmp_path, "client")
+    context = zmq.Context[zmq.Socket[bytes]]()
+    with context.socket(zmq.XPUB) as pub:
+        pub.setsockopt(zmq.LINGER, 0)
+        pub.curve_server = True
+        pub.curve_secretkey = read_secret_key("", secret)[1].encode()
+        endpoint = pub.bind(LOOPBACK).addr
+        keys = ("--server-key", str(public), "--client-key", str(client))
+        arguments = ("lint", endpoint, *keys, "--as", "vllm-router", "-n", "1")
+        with start_kvevents("lint", *arguments) as process:
+            assert pub.poll(int(PATIENCE_S * 1000))
+            pub.send_multipart(live_frames(b"", 0, SIGNED))
+            out, err = process.communicate(timeout=PATIENCE_S)
+    context.term()
+    assert (process.returncode, err) == (1, "")
+    assert out.endswith("loses 1 of 1 batch\n")
+
+
 # ------------------------------------------------------------------------------------- recording
 
 
@@ -342,6 +393,20 @@ def test_a_kill_costs_at_most_the_last_record(publisher: RawPublisher, tmp_path:
     messages = CaptureReader().feed(file.read_bytes())
     assert len(messages) > 100
     assert [m.frames for m in messages] == [live_frames(b"", n, GOOD) for n in range(len(messages))]
+
+
+def test_ctrl_c_ends_a_recording(publisher: RawPublisher, tmp_path: Path) -> None:
+    """As the time does: the count is said, and the file is whole."""
+    file = tmp_path / "capture"
+    with start_kvevents("record", "record", "-w", str(file), publisher.endpoint) as process:
+        publisher.await_subscriber()
+        publisher.live(0, payload=GOOD)
+        deadline = time.monotonic() + PATIENCE_S
+        while not file.exists() or not CaptureReader().feed(file.read_bytes()):
+            assert time.monotonic() < deadline
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, f"kvevents record: 1 batch is in {file}\n")
 
 
 def test_nothing_is_overwritten(publisher: RawPublisher, tmp_path: Path) -> None:

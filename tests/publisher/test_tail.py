@@ -144,8 +144,12 @@ def test_events_as_json() -> None:
         "cache_salt": "s",
         "session_id": None,
         "extra_key": None,
+        "extra_keys": None,
+        "group_idx": None,
+        "kv_cache_spec_kind": None,
     }
-    assert second == common | {"type": "BlockRemoved", "block_hashes": ["0102"], "medium": None}
+    removed = {"block_hashes": ["0102"], "medium": None, "group_idx": None}
+    assert second == common | {"type": "BlockRemoved"} | removed
     assert third == common | {"type": "AllBlocksCleared"}
 
 

@@ -1,0 +1,319 @@
+"""A stream as its consumers would follow it: message after message, and one replay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvevents.frames import JOIN
+from kvevents.lint.consumer import Consumer, Replays, Topic
+from kvevents.lint.finding import Finding, Lost
+from kvevents.lint.packed import PackedBatch, Unreadable, quoted, read_batch
+from kvevents.lint.rules import Memory, findings_of
+
+__all__ = ["Lint", "Tally"]
+
+_SEQ_BYTES = 8
+_END_SEQ = 2**64 - 1
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one consumer: how many batches came, and of them how much is lost.
+
+    `lost`: of "batch" the batches, of "event", "block" and "misread" the events, of "stream" the messages
+    that show it.
+    """
+
+    consumer: Consumer
+    batches: int = 0
+    lost: Counter[Lost] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        count = self.lost
+        lost: list[str] = []
+        if batches := count["batch"]:
+            lost.append(f"{batches} of {_number(self.batches, 'batch', 'batches')}")
+        if events := count["event"]:
+            lost.append(_number(events, "event", "events"))
+        if blocks := count["block"]:
+            lost.append(f"the blocks of {_number(blocks, 'event', 'events')}")
+        parts = [f"loses {' and '.join(lost)}"] if lost else []
+        if misread := count["misread"]:
+            parts.append(f"misreads {_number(misread, 'event', 'events')}")
+        if stream := count["stream"]:
+            parts.append(f"cannot follow {_number(stream, 'time', 'times')}")
+        told = ", ".join(parts) or ("takes all" if self.batches else "saw no batch")
+        return f"{self.consumer.name} {self.consumer.version}: {told}"
+
+
+def _number(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+@dataclass(slots=True)
+class _Follower:
+    """What one consumer believes of the stream. `last`: the seq that it has come to."""
+
+    consumer: Consumer
+    tally: Tally
+    memory: Memory = field(default_factory=Memory)
+    last: int | None = None
+
+    def count(self, findings: list[Finding]) -> list[Finding]:
+        """Take findings about one message into the tally; returns the first of each rule."""
+        subjects = {(one.lost, _subject(one)) for one in findings}
+        self.tally.lost.update(lost for lost, _ in subjects)
+        return list({one.rule: one for one in reversed(findings)}.values())[::-1]
+
+
+class Lint:
+    """Live messages go to `live`, in order; a replay to `asked`, `answer` and `over`, before those that
+    came live meanwhile.
+
+    `replay`: whether the stream's publisher serves replays. What comes is never trusted: any bytes give
+    findings, and no exception.
+    """
+
+    def __init__(self, consumers: Iterable[Consumer], *, replay: bool = False) -> None:
+        self._followers = [_Follower(consumer, Tally(consumer)) for consumer in consumers]
+        self._replay = replay
+        self._previous: tuple[int, bytes] | None = None
+        """Seq and payload of the live message before."""
+        self._asked = 0
+        self._answered: int | None = None
+        """The seq of the last answer."""
+        self._covered = range(0)
+        """Seqs that a replay has brought, and that may come live as well, once."""
+
+    @property
+    def tallies(self) -> list[Tally]:
+        """One for each consumer, as of now."""
+        return [follower.tally for follower in self._followers]
+
+    # ------------------------------------------------------------------------------------ live
+
+    def live(self, frames: Sequence[bytes]) -> list[Finding]:
+        """What each consumer loses of a message from the PUB socket."""
+        raw_seq, payload = (*frames[1:3], b"", b"")[:2]
+        seq = _seq(raw_seq)
+        if seq == _END_SEQ:
+            return [one for each in self._followers for one in _end_findings(each, payload)]
+        if seq is not None and self._previous == (seq, payload):
+            return []  # the same message again
+        self._previous = None if seq is None else (seq, payload)
+        covered = seq is not None and seq in self._covered
+        if not covered:
+            self._covered = range(0)  # what comes below from now on is another run
+        batch = _read(payload)
+        found: list[Finding] = []
+        for follower in self._followers:
+            if covered and follower.consumer.replays is not None:
+                continue
+            inside = _message_findings(follower.consumer, frames, seq)
+            lost = any(one.lost == "batch" for one in inside)
+            told = findings_of(follower.consumer, follower.memory, seq, payload, batch)
+            inside += [one for one in told if not lost or one.lost == "batch"]
+            cleared = _cleared(batch) and not any(_hides_first(one) for one in inside)
+            mine = [] if seq is None else self._seq_findings(follower, seq, cleared=cleared)
+            if not covered:
+                follower.tally.batches += 1
+                mine += inside
+            found += follower.count(mine)
+        return found
+
+    def _seq_findings(self, follower: _Follower, seq: int, *, cleared: bool) -> list[Finding]:
+        consumer, last = follower.consumer, follower.last
+        rules = consumer.sequence
+        if rules.drops_old and last is not None and seq <= last:
+            why = f"{seq} is not above {last}: it drops all up to there"
+            return [_finding(consumer, seq, "batch", "old-seq", "seq", why)]
+        follower.last = seq
+        losses = rules.alone
+        if self._replay and rules.replaying is not None:
+            losses = rules.replaying
+        if last is None:
+            text = losses.late if seq > 0 and not cleared else None
+            rule, what = "late", f"{seq} is the first that came"
+        elif seq > last + 1:
+            text = losses.cleared_gap if cleared else losses.gap
+            rule, what = "gap", f"{seq} comes after {last}"
+        elif seq <= last:
+            text = losses.cleared_back if cleared else losses.back
+            rule, what = "back", f"{seq} comes after {last}"
+        else:
+            return []
+        if text is None:
+            return []
+        return [_finding(consumer, seq, "stream", rule, "seq", f"{what}: {text}")]
+
+    # ---------------------------------------------------------------------------------- replay
+
+    def asked(self, start: int) -> None:
+        """A replay was asked for, from `start`; `answer` is about this one from now on."""
+        self._asked, self._answered = start, None
+
+    def answer(self, frames: Sequence[bytes]) -> list[Finding]:
+        """What each consumer loses of a message from the replay socket, without the identity."""
+        raw_seq, payload = (b"", b"", *frames)[-2:]
+        seq = _seq(raw_seq)
+        end = seq == _END_SEQ and not payload
+        batch = _read(payload)
+        found: list[Finding] = []
+        for follower in self._followers:
+            consumer = follower.consumer
+            mine: list[Finding] = []
+            if consumer.replays is not None:
+                mine += _shape_findings(consumer, consumer.replays, frames, seq)
+                if not end:
+                    mine += self._order_findings(
+                        consumer, consumer.replays, seq, payload, cleared=_cleared(batch)
+                    )
+            if not end and payload:
+                follower.tally.batches += 1
+                mine += findings_of(consumer, follower.memory, seq, payload, batch)
+                if consumer.replays is not None and seq is not None:
+                    follower.last = seq
+            found += follower.count(mine)
+        if seq is not None and not end:
+            first = seq if self._answered is None else self._covered.start
+            self._covered, self._answered = range(first, seq + 1), seq
+        return found
+
+    def _order_findings(
+        self,
+        consumer: Consumer,
+        replays: Replays,
+        seq: int | None,
+        payload: bytes,
+        *,
+        cleared: bool,
+    ) -> list[Finding]:
+        if seq is None:
+            return []
+        if not payload and replays.empty is not None:
+            why = f"is empty before the end: {replays.empty}"
+            return [_finding(consumer, seq, "stream", "empty", "replay", why)]
+        if self._answered is None:
+            late = self._asked != JOIN and seq > self._asked
+            text = (replays.rolled_cleared if cleared else replays.rolled) if late else None
+            rule, what = "rolled", f"begins with {seq}, not {self._asked}"
+        else:
+            text = replays.hole if seq != self._answered + 1 else None
+            rule, what = "hole", f"has {seq} after {self._answered}"
+        if text is None:
+            return []
+        return [_finding(consumer, seq, "stream", rule, "replay", f"{what}: {text}")]
+
+    def over(self) -> list[Finding]:
+        """The replay that was asked for has not come to its end, and was given up."""
+        found: list[Finding] = []
+        for follower in self._followers:
+            consumer = follower.consumer
+            if consumer.replays is not None and consumer.replays.no_end is not None:
+                why = f"has no end: {consumer.replays.no_end}"
+                mine = _finding(consumer, self._answered, "stream", "no-end", "replay", why)
+                found += follower.count([mine])
+        return found
+
+
+# ---------------------------------------------------------------------------------- one message
+
+
+def _message_findings(
+    consumer: Consumer, frames: Sequence[bytes], seq: int | None
+) -> list[Finding]:
+    """What is wrong with the frames around the payload."""
+    low, high = consumer.frames
+    count = len(frames)
+    if count < low or (high is not None and count > high):
+        wanted = f"{low}" if high is not None else f"{low} or more"
+        why = f"has {count} frames: it reads {wanted} only"
+        return [_finding(consumer, seq, "batch", "frames", "message", why)]
+    found: list[Finding] = []
+    low, high = consumer.seq_bytes
+    if (size := len(frames[1])) < low or (high is not None and size > high):
+        wanted = f"{low}" if high is not None else f"{low} or more"
+        why = f"has {size} bytes: it reads {wanted} only"
+        found.append(_finding(consumer, seq, "batch", "seq-bytes", "seq", why))
+    elif seq is not None and seq > consumer.max_seq:
+        why = f"is {seq}: it reads at most {consumer.max_seq}"
+        found.append(_finding(consumer, seq, "batch", "seq-range", "seq", why))
+    if (wanted_topic := _topic(consumer.topic, frames[0])) is not None:
+        why = f"is {quoted(frames[0])}: {wanted_topic}"
+        found.append(_finding(consumer, seq, "batch", "topic", "topic", why))
+    return found
+
+
+def _topic(rule: Topic, topic: bytes) -> str | None:
+    """Why it is not read; None: it is."""
+    if rule == "any":
+        return None
+    if rule == "kv@pod@model":
+        parts = topic.split(b"@")
+        if len(parts) == 3 and parts[0] == b"kv":
+            return None
+        return "it reads kv@POD@MODEL only, with two @"
+    return None if topic in rule else f"it reads {' or '.join(map(repr, rule))} only"
+
+
+def _shape_findings(
+    consumer: Consumer, replays: Replays, frames: Sequence[bytes], seq: int | None
+) -> list[Finding]:
+    count = len(frames)
+    if count in replays.frames and frames[0] == b"":
+        return []
+    wanted = " or ".join(map(str, sorted(replays.frames)))
+    why = (
+        f"has {count} frames: it reads {wanted} only, the first of them empty, and indexes nothing"
+    )
+    return [_finding(consumer, seq, "stream", "replay-frames", "replay answer", why)]
+
+
+def _end_findings(follower: _Follower, payload: bytes) -> list[Finding]:
+    consumer = follower.consumer
+    rules = consumer.sequence
+    if rules.reset == "always" or (rules.reset == "by payload" and payload):
+        follower.last = None
+    if rules.end is None or payload:
+        return []
+    why = f"is 2^64 - 1, without a payload, on the PUB socket: {rules.end}"
+    return follower.count([_finding(consumer, None, "stream", "end", "seq", why)])
+
+
+def _subject(finding: Finding) -> str:
+    """What is lost: the event, or the message."""
+    if finding.lost in ("batch", "stream"):
+        return ""
+    return finding.where[: finding.where.find("]") + 1]
+
+
+def _finding(
+    consumer: Consumer, seq: int | None, lost: Lost, rule: str, where: str, why: str
+) -> Finding:
+    return Finding(seq, consumer.name, lost, rule, where, why, consumer.dropping)
+
+
+def _seq(raw: bytes) -> int | None:
+    return int.from_bytes(raw, "big") if len(raw) == _SEQ_BYTES else None
+
+
+def _read(payload: bytes) -> PackedBatch | str:
+    """The batch, or why there is none."""
+    try:
+        return read_batch(payload)
+    except Unreadable as error:
+        return str(error)
+
+
+def _hides_first(finding: Finding) -> bool:
+    """Whether the first event is lost, be it alone or with the batch."""
+    return finding.lost == "batch" or (finding.lost == "event" and _subject(finding) == "events[0]")
+
+
+def _cleared(batch: PackedBatch | str) -> bool:
+    """Whether a consumer that reads it forgets everything first."""
+    if isinstance(batch, str) or not batch.events:
+        return False
+    return batch.events[0].text("type") == "AllBlocksCleared"
