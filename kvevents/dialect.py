@@ -61,7 +61,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     `replay_padding`: a replay that begins with a snapshot is padded with at most so many empty batches,
     and begins after the seq asked for where more were needed; None: with any number. `rebase_after`: so
     many seqs after the state was told whole, numbering starts over. `reset_sentinel`: seq 0 comes after
-    a message without payload whose seq is 2^64 - 1.
+    a message without payload whose seq is 2^64 - 1. `tells_joiners`: whoever subscribes has the state
+    told anew, to all: for consumers that ask for no replay.
     """
 
     dialect: Dialect = Dialect()
@@ -70,8 +71,10 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     replay_padding: int | None = None
     rebase_after: int | None = None
     reset_sentinel: bool = False
+    tells_joiners: bool = False
 
 
+_DYNAMO = Dialect(namespaces=("lora_name", "cache_salt", "extra_keys"))
 _PADDING = 100_000  # about a second of empty batches
 
 PRESETS: Final = MappingProxyType(
@@ -85,10 +88,8 @@ PRESETS: Final = MappingProxyType(
                 namespaces=("lora_name", "cache_salt", "extra_keys"),
             )
         ),
-        "dynamo": Preset(
-            dialect=Dialect(namespaces=("lora_name", "cache_salt", "extra_keys")),
-            replay_padding=_PADDING,
-        ),
+        "dynamo": Preset(dialect=_DYNAMO, replay_padding=_PADDING),
+        "dynamo-relay": Preset(dialect=_DYNAMO, tells_joiners=True),
         "llm-d": Preset(
             dialect=Dialect(
                 hash_form="bytes",  # an int that packs in fewer than 8 bytes costs the batch
@@ -104,7 +105,8 @@ PRESETS: Final = MappingProxyType(
                 media=_DEVICE,  # it takes any removal for one from the device
                 namespaces=(),
                 blocks_per_event=1,  # it hangs all blocks of an event on the event's parent
-            )
+            ),
+            tells_joiners=True,
         ),
         "mooncake": Preset(
             dialect=Dialect(
@@ -119,7 +121,8 @@ PRESETS: Final = MappingProxyType(
                 hash_form="u64",
                 media=((DISK, "disk"), (EXTERNAL, "cpu")),
                 namespaces=("lora_name",),
-            )
+            ),
+            tells_joiners=True,
         ),
         "vllm-router": Preset(
             dialect=Dialect(
@@ -129,10 +132,14 @@ PRESETS: Final = MappingProxyType(
             ),
             rebase_after=50_000,  # it replays from 0, in five seconds at most
         ),
-        "sgl-router": Preset(dialect=Dialect(blocks_per_event=65_536), reset_sentinel=True),
+        "sgl-router": Preset(
+            dialect=Dialect(blocks_per_event=65_536), reset_sentinel=True, tells_joiners=True
+        ),
         "smg": Preset(dialect=Dialect(namespaces=("lora_name",)), replay_padding=_PADDING),
         "kthena": Preset(
-            dialect=Dialect(event_form="array", media=_DEVICE, namespaces=()), topic="kv-events"
+            dialect=Dialect(event_form="array", media=_DEVICE, namespaces=()),
+            topic="kv-events",
+            tells_joiners=True,
         ),
         "legacy": Preset(dialect=Dialect(event_form="array", namespaces=()), replay_frames=3),
     }

@@ -343,10 +343,11 @@ class Core:
             ]
         )
 
-    def snapshot(self) -> None:
-        """Tell the whole state anew on every sink, from here."""
-        for output in self.outputs:
-            output.begin_snapshot(self.replica.freeze())
+    def snapshot(self, number: int | None = None) -> None:
+        """Tell the whole state anew, from here: on the sink at this place, or on every one."""
+        for place, output in enumerate(self.outputs):
+            if number in (None, place):
+                output.begin_snapshot(self.replica.freeze())
 
     @property
     def held(self) -> bool:

@@ -41,11 +41,11 @@ _BITS = {medium: 1 << position for position, medium in enumerate(StorageMedium)}
 class ForeignCounts:
     """Blocks that events told of and that were dropped, by why.
 
-    `orphans`: the parent is not held, or not any more, or is the block itself. `malformed`: tokens that
-    are not one block each or no u32, a name that is too long, extra keys that cannot be sent, an event
-    whose first block is its own parent; and no tokens, where the block is on no other medium.
-    `wrong_block_size`: not the worker's. `other_groups`: of a KV cache group that is not the main one,
-    removals too.
+    `orphans`: the parent is not held, or is the block itself. `malformed`: tokens that are not one block
+    each or no u32, a name that is too long, extra keys that cannot be sent, an event whose first block is
+    its own parent; and no tokens, where the block is on no other medium. `wrong_block_size`: not the
+    worker's. `other_groups`: of a KV cache group that is not the main one, removals too.
+    `removed_with_parent`: blocks that had come out, and that the engine may still hold (F2).
     """
 
     stored_again: int = 0
@@ -54,6 +54,7 @@ class ForeignCounts:
     malformed: int = 0
     wrong_block_size: int = 0
     other_groups: int = 0
+    removed_with_parent: int = 0
 
 
 class Groups(msgspec.Struct, frozen=True, array_like=True):
@@ -94,17 +95,22 @@ class _Index(BlockIndex):
         elif siblings == block_hash and block.parent is not None:
             del self._behind[block.parent]
 
-    def behind(self, block_hashes: Iterable[BlockHash]) -> list[BlockHash]:
-        """All blocks behind these, each after its parent; these come before them."""
-        found = dict.fromkeys(block_hashes)
-        left = list(found)
+    def with_behind(self, block_hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """These blocks, which are held, and all behind them, each before its parent."""
+        all_of_them = self._walk(block_hashes)
+        first = [name for name in all_of_them if self._blocks[name].parent not in all_of_them]
+        return list(reversed(self._walk(first)))
+
+    def _walk(self, start: Iterable[BlockHash]) -> dict[BlockHash, None]:
+        found: dict[BlockHash, None] = {}
+        left = list(start)
         while left:
-            behind = self._behind.get(left.pop(), ())
-            for block_hash in behind if isinstance(behind, (set, tuple)) else (behind,):
-                if block_hash not in found:
-                    found[block_hash] = None
-                    left.append(block_hash)
-        return list(found)
+            block_hash = left.pop()
+            if block_hash not in found:
+                found[block_hash] = None
+                behind = self._behind.get(block_hash, ())
+                left += behind if isinstance(behind, (set, tuple)) else (behind,)
+        return found
 
     def block(self, block_hash: BlockHash) -> Block | None:
         """None for a block that is not held."""
@@ -287,28 +293,30 @@ class ForeignState:
                     gone.setdefault(medium, []).append(block_hash)
             if left[block_hash] == held:
                 self.counts.removed_unknown += 1
-        told = self._remove_behind(left)
-        told += [BlockRemoved(hashes, medium) for medium, hashes in gone.items()]
+        last = [name for name, media in left.items() if not media and self._index.media_of(name)]
+        doomed = self._index.with_behind(last)
+        self.counts.removed_with_parent += len(doomed) - len(last)
+        told: list[Event]
+        if len(doomed) == len(last) and len(gone) <= 1:
+            told = [BlockRemoved(hashes, medium) for medium, hashes in gone.items()]
+        else:
+            told = self._in_order(left, doomed)
         if told == [event]:
             told = [event]
         self._index.apply(told)
         return told
 
-    def _remove_behind(self, left: dict[BlockHash, int]) -> list[Event]:
-        """Removals of what is behind the blocks that have no medium left, the last first (F2)."""
-        gone = [name for name, media in left.items() if not media and self._index.media_of(name)]
-        behind = [name for name in self._index.behind(gone) if left.get(name) != 0]
-        self.counts.orphans += len(behind)
+    def _in_order(self, left: dict[BlockHash, int], doomed: list[BlockHash]) -> list[Event]:
+        """Removals that leave of blocks what is `left` and of the doomed nothing, which come last and in
+        their order: no block outlives its parent.
+        """
         told: list[Event] = []
-        for medium, bit in _BITS.items():
-            hashes = [
-                name
-                for name in reversed(behind)
-                if left.get(name, self._index.media_of(name)) & bit
-            ]
-            if hashes:
-                told.append(BlockRemoved(list[int | bytes](hashes), medium))
-        return told
+        going = dict.fromkeys(doomed, 0)
+        staying = {name: media for name, media in left.items() if name not in going}
+        for name, media in (staying | going).items():
+            gone = self._index.media_of(name) & ~media
+            told += [BlockRemoved([name], medium) for medium, bit in _BITS.items() if gone & bit]
+        return merge_events(told)
 
 
 def _plain(

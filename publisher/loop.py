@@ -119,7 +119,7 @@ class Loop:
         wake_at = min(until, now + _LONGEST_WAIT_S, self._silence.wake_at)
         wake_at = min(wake_at, self._source.wake_at(), self._core.wake_at(now))
         for sink in self._sinks:
-            wake_at = min(wake_at, sink.heartbeat_at(now))
+            wake_at = min(wake_at, sink.heartbeat_at(now), self._tell_at(sink))
         if self._more or any(server.busy for _, server in self._replays):
             wake_at = now
         elif any(server.stalled for _, server in self._replays):
@@ -137,7 +137,10 @@ class Loop:
             if sink.heartbeat_at(now) <= now:
                 self._send(self._core.own(number, []), now)
             if sink.pub in ready:
-                sink.take_subscriptions()
+                sink.take_subscriptions(now)
+            if self._tell_at(sink) <= now:
+                sink.note_told(now)
+                self._core.snapshot(number)
         for _, server in self._replays:
             if server.router in ready:
                 server.take_requests()
@@ -147,6 +150,10 @@ class Loop:
         if self._signals.fd in ready:
             self._heed_signals()
         self._update_status(now)
+
+    def _tell_at(self, sink: Sink) -> float:
+        """When the state is to be told anew for joiners; not while there is one to be waited for."""
+        return sink.tell_at() if self._core.replica.in_step else float("inf")
 
     # --------------------------------------------------------------------------------- inputs
 

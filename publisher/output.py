@@ -101,7 +101,7 @@ class Output:
         return self._view.plain and self._speller.fresh() is self._speller
 
     def load_index(self, base: BlockIndex) -> None:
-        """Begin from a state that was told before, where this output tells all; `base` becomes its own."""
+        """Begin from a state told before, where this output tells all; `base` becomes its own."""
         self.log = self._new_log(self.next_seq, base)
 
     def load(self, state: Iterable[list[Event]]) -> None:

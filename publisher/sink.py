@@ -28,6 +28,9 @@ _MAX_INCOMING_BYTES = 4096
 
 _SUBSCRIPTIONS_PER_TURN = 256
 
+_RETELL_S = 10.0
+"""The state is told for joiners this often at most: others have to hear it too."""
+
 _REPLAY_HWM = 64
 """Answers queued for one replay client. Few: a client that does not read is noticed by a full queue."""
 
@@ -56,6 +59,8 @@ class Sink:
     ) -> None:
         self._config, self.output = config, output
         self._quiet_since: float | None = None
+        self._tell_at, self._told_at = float("inf"), float("-inf")
+        """When the state is next to be told for joiners, and when that was last begun."""
         self.pub = context.socket(zmq.XPUB)
         self.router: zmq.Socket[bytes] | None = None
         try:
@@ -144,7 +149,7 @@ class Sink:
             self._quiet_since = now
         return self._quiet_since + self._config.heartbeat_s
 
-    def take_subscriptions(self) -> None:
+    def take_subscriptions(self, now: float) -> None:
         """Read who subscribed and who left, at most so many a turn."""
         for _ in range(_SUBSCRIPTIONS_PER_TURN):
             try:
@@ -152,6 +157,16 @@ class Sink:
             except zmq.Again:
                 return
             self.status.subscribers += {b"\1": 1, b"\0": -1}.get(message[:1], 0)
+            if message[:1] == b"\1" and self._config.tells_joiners:
+                self._tell_at = min(self._tell_at, max(now, self._told_at + _RETELL_S))
+
+    def tell_at(self) -> float:
+        """When the state is to be told anew for those who have joined."""
+        return float("inf") if self.output.snapshotting else self._tell_at
+
+    def note_told(self, now: float) -> None:
+        """It begins to be told: who joins from here on has missed some of it."""
+        self._tell_at, self._told_at = float("inf"), now
 
     def update_status(self) -> None:
         """Bring the counts of what is retained up to date."""

@@ -41,7 +41,14 @@ _UNSAID: Any = msgspec.UNSET
 _REPLAY_ENDPOINT = "tcp://127.0.0.1:5558"
 _MEDIUM_LENGTH = 64
 _OF_DIALECT = ("event_form", "hash_form", "blocks_per_event", "object_key")
-_OF_PRESET = ("topic", "replay_frames", "replay_padding", "rebase_after", "reset_sentinel")
+_OF_PRESET = (
+    "topic",
+    "replay_frames",
+    "replay_padding",
+    "rebase_after",
+    "reset_sentinel",
+    "tells_joiners",
+)
 _OF_STORE = (StorageMedium.DISK, StorageMedium.EXTERNAL)
 _SPOKEN: dict[str, tuple[str, ...]] = {
     "map": NAMESPACES,
@@ -59,7 +66,7 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
 
     `name`: its label in metrics, logs and file names; empty becomes `sink0`, `sink1` by position.
     `dialect`: a preset, one of kvevents.dialect.DIALECTS; it says what is unsaid here of `event_form` to
-    `reset_sentinel`, `topic` and `rebase_after`. Those are as in kvevents.dialect, but for `media`: by
+    `tells_joiners`, `topic` and `rebase_after`. Those are as in kvevents.dialect, but for `media`: by
     medium what it is told as, None to leave it out, and of the preset where it is not named.
     `token_ids`: False leaves the prompts' tokens out. `mode`: whether the PUB socket binds, or connects
     to routers that bind. `endpoint`: where to; several only to connect. `replay_endpoint`: where the
@@ -84,6 +91,7 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     replay_frames: int = _UNSAID
     replay_padding: int | None = _UNSAID
     reset_sentinel: bool = _UNSAID
+    tells_joiners: bool = _UNSAID
     token_ids: bool = True
     mode: Mode = "bind"
     endpoint: str | tuple[str, ...] = "tcp://127.0.0.1:5557"
@@ -175,6 +183,7 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         if self.replay_padding is not None:
             check_int("replay_padding", self.replay_padding, 0)
         check_flag("reset_sentinel", self.reset_sentinel)
+        check_flag("tells_joiners", self.tells_joiners)
 
     def _check_store(self, told: list[StorageMedium]) -> None:
         """What only a sink that tells of objects in a store has."""

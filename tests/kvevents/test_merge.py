@@ -62,6 +62,20 @@ def test_removals_become_one_event() -> None:
     assert merge_events(events) == [removed(3, 2, 1), removed(0, 1, medium=None)]
 
 
+def test_extra_keys_are_those_of_all_blocks() -> None:
+    """Events with and without them are joined; each block keeps its own, and none are none."""
+    keys = [["salt"], None, [["image", 0]]]
+    events = [stored(0, 1, extra_keys=keys[:1]), stored(1, 2), stored(2, 3, extra_keys=keys[2:])]
+    assert merge_events(events) == [stored(0, 3, extra_keys=keys)]
+    assert merge_events([stored(0, 1), stored(1, 2, extra_keys=[None])]) == [stored(0, 2)]
+
+
+def test_removals_of_groups_are_apart() -> None:
+    """Of two KV cache groups they are two events."""
+    first, second = (BlockRemoved([H[0]], GPU, group) for group in (0, 1))
+    assert merge_events([first, first, second]) == [BlockRemoved([H[0]] * 2, GPU, 0), second]
+
+
 def test_clears_become_one_event() -> None:
     """Nothing is between them."""
     assert merge_events([AllBlocksCleared()] * 3) == [AllBlocksCleared()]
@@ -76,6 +90,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "salt": {"cache_salt": "salt"},
     "session": {"session_id": "s"},
     "extra key": {"extra_key": "ek"},
+    "group": {"group_idx": 1},
+    "group's kind": {"kv_cache_spec_kind": "mamba"},
     "no parent": {"parent_block_hash": None},
     "another parent": {"parent_block_hash": H[2]},
     "tokens left out": {"token_ids": []},

@@ -317,12 +317,15 @@ def test_a_config_crosses_json() -> None:
     assert read_config(SidecarConfig, {}) == SidecarConfig()
 
 
+PRESET_KEYS = ("topic", "replay_frames", "replay_padding", "rebase_after", "reset_sentinel")
+
+
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_preset_says_what_is_unsaid(name: str) -> None:
     """Each preset is a configuration; all that it says is there to see."""
     sink, preset = SinkConfig(dialect=name), PRESETS[name]
     assert sink.spelling == preset.dialect
-    for key in ("topic", "replay_frames", "replay_padding", "rebase_after", "reset_sentinel"):
+    for key in (*PRESET_KEYS, "tells_joiners"):
         assert getattr(sink, key) == getattr(preset, key)
     assert all(one is not msgspec.UNSET for one in msgspec.structs.astuple(sink))
 
@@ -339,6 +342,7 @@ def test_any_of_it_can_be_said_otherwise(name: str) -> None:
         "replay_padding": 5,
         "rebase_after": 5000,
         "reset_sentinel": True,
+        "tells_joiners": not PRESETS[name].tells_joiners,
         "token_ids": False,
         "namespaces": ("lora_name",),
     }

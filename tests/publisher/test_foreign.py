@@ -129,12 +129,6 @@ class Strict:
         self.announced: set[int] = set()
         self.parents: dict[int, int | None] = {}
 
-    def check_all(self, told: Iterable[Event]) -> None:
-        for event in told:
-            self.check(event)
-        held = {name for _, name in self.on}
-        assert all(self.parents[name] is None or self.parents[name] in held for name in held)
-
     def check(self, event: Event) -> None:
         if isinstance(event, AllBlocksCleared):
             self.on, self.announced, self.parents = set(), set(), {}
@@ -144,6 +138,8 @@ class Strict:
         if isinstance(event, BlockRemoved):
             for name in event.block_hashes:
                 self.on.remove((event.medium, int(name)))  # 1
+            held = {name for _, name in self.on}
+            assert {self.parents[name] for name in held} <= held | {None}
             return
         tokens = [token for name in event.block_hashes for token in tokens_of(int(name))]
         assert list(event.token_ids) == tokens  # 13, and each block's own
@@ -222,7 +218,8 @@ def test_whatever_an_engine_says_what_comes_out_is_sound_and_complete(
     state, strict, tolerant, router = ForeignState(SIZE), Strict(), Tolerant(), BlockIndex()
     for batch in batches:
         told = state.apply(batch)
-        strict.check_all(told)
+        for event in told:
+            strict.check(event)
         if told:
             encode_batch(KVEventBatch(1.0, told, 0))
         for event in batch:
@@ -329,28 +326,46 @@ def test_a_removal_of_what_is_not_there_is_dropped() -> None:
     assert state.counts == ForeignCounts(removed_unknown=4)
 
 
+def removals(told: Iterable[Event]) -> list[tuple[StorageMedium | None, int]]:
+    """In order, and nothing else."""
+    assert all(isinstance(event, BlockRemoved) for event in told)
+    return [
+        (event.medium, int(name))
+        for event in told
+        if isinstance(event, BlockRemoved)
+        for name in event.block_hashes
+    ]
+
+
 def test_a_block_takes_those_behind_it_along() -> None:
-    """When it leaves its last medium: they could be reached no more, and a snapshot could not place them.
-    The last come first, on every medium, and then what the engine said.
+    """When it leaves its last medium, from every medium and before it: they could be reached no more, and
+    a snapshot could not place them. When it comes back they do not.
     """
     state = after(store([1, 2, 3]), store([-1], parent=2), store([1, 2, 3], medium=CPU), store([0]))
     assert state.apply([remove([2])]) == [remove([2])]
-    first, second = state.apply([remove([2, 3], CPU)])
-    assert first in (remove([3, -1]), remove([-1, 3]))
-    assert second == remove([2, 3], CPU)
+    told = removals(state.apply([remove([2, 3], CPU)]))
+    assert sorted(told) == sorted([(GPU, 3), (CPU, 3), (GPU, -1), (CPU, 2)])
+    assert told[-1] == (CPU, 2)
     assert state.index.resident == {GPU: {1, 0}, CPU: {1}, DISK: set(), EXTERNAL: set()}
-    assert state.counts == ForeignCounts(orphans=2)
+    assert state.counts == ForeignCounts(removed_with_parent=2)
     assert state.apply([remove([3]), store([2], parent=1)]) == [store([2], parent=1)]
-    assert state.counts == ForeignCounts(orphans=2, removed_unknown=1)
+    assert state.counts == ForeignCounts(removed_with_parent=2, removed_unknown=1)
 
 
 def test_the_last_of_many_goes_with_the_first() -> None:
     """However long the chain and wherever it branches; what went before is not told again."""
     state = after(store([0, 1, 2, 3]), store([-1, -7], parent=1), remove([3]))
-    first, second = state.apply([remove([-7, 0])])
-    assert first in (remove([2, -1, 1]), remove([-1, 2, 1]))
-    assert second == remove([-7, 0])
+    told = removals(state.apply([remove([-7, 0])]))
+    assert sorted(told) == [(GPU, name) for name in (-7, -1, 0, 1, 2)]
+    assert told[-2:] == [(GPU, 1), (GPU, 0)]
+    assert told.index((GPU, -7)) < told.index((GPU, -1))
     assert len(state.index) == 0
+
+
+def test_parents_outlive_their_children_whatever_media_a_removal_is_of() -> None:
+    """A removal without a medium is told in an order in which no block is without its parent."""
+    state = after(store([1, 2]), store([2], parent=1, medium=CPU))
+    assert state.apply([remove([1, 2], None)]) == [remove([2]), remove([2], CPU), remove([1])]
 
 
 def test_a_removal_without_a_medium_is_told_for_each() -> None:

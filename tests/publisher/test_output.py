@@ -247,7 +247,7 @@ def test_a_subscriber_of_all_frames_is_right(
     bench: Bench, plan: list[str], seed: int, dialect: Dialect
 ) -> None:
     """O1, O3: seqs follow each other, starting over only for a rebase; at the end the subscriber believes
-    what is so, as its dialect tells it, and was never told of a block twice, or of one without its parent.
+    what is so, as its dialect tells it, and was never told of a block twice, or before its parent.
     """
     bench = replace(bench, dialect=msgspec.structs.replace(dialect, namespaces=NAMESPACES))
     worker = story(seed, 0)

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import zmq
 from core_rig import BLOCK_SIZE, StoryWorker
+from publisher_link_rig import until
 from publisher_rig import LOOPBACK, PATIENCE_S, Socket, kill, router_view, still_running
 from publisher_sidecar_rig import Nothing, Recorder, config, flushed, sink, state_of
 
-from kvevents import StorageMedium, decode_batch
+from kvevents import AllBlocksCleared, BlockIndex, StorageMedium, decode_batch
 from kvevents.dialect import DIALECTS, PRESETS, Dialect
 from kvevents.index import Oddities
 from publisher import Respawn, Sidecar, SinkConfig, WorkerInfo, spawn
@@ -231,3 +232,73 @@ def test_a_store_needs_to_know_its_worker(tmp_path: Path) -> None:
             WorkerInfo(block_size=4, worker_id="w"),
             config(tmp_path, sink(dialect="mooncake-store", endpoint=LOOPBACK)),
         )
+
+
+class Deaf:
+    """A consumer that looks at no seq and asks for no replay."""
+
+    def __init__(self, context: zmq.Context[Socket], endpoint: str) -> None:
+        self.sub = context.socket(zmq.SUB)
+        self.sub.setsockopt(zmq.LINGER, 0)
+        self.sub.setsockopt(zmq.RECONNECT_IVL, 10)
+        self.sub.setsockopt(zmq.SUBSCRIBE, b"")
+        self.sub.connect(endpoint)
+        self.index = BlockIndex()
+        self.clears = 0
+
+    def take(self) -> None:
+        while self.sub.poll(50):
+            payload = self.sub.recv_multipart()[2]
+            if payload:
+                events = decode_batch(payload).batch.events
+                self.clears += events.count(AllBlocksCleared())
+                self.index.apply(events)
+
+
+def test_who_asks_for_no_replay_is_told(tmp_path: Path) -> None:
+    """tells_joiners: one who subscribes late, or again after the sidecar was killed and much was told
+    while nobody heard it, knows what is held; nobody is told for a second one who comes right after.
+    """
+    names = ("dynamo-relay", "aibrix", "sgl-router", "kthena")
+    teller, sinks = Teller(8), sinks_of(names)
+    with (
+        spawn(WORKER, config(tmp_path, *sinks), respawn=Respawn(first_s=0.01)) as sidecar,
+        zmq.Context[Socket]() as context,
+        contextlib.ExitStack() as stack,
+    ):
+        teller.tell(sidecar, 100)
+        flushed(sidecar, teller.source)
+        consumers = [Deaf(context, bound.endpoint) for bound in sidecar.client.sinks]
+        for consumer in consumers:
+            stack.callback(consumer.sub.close)
+
+        def know() -> bool:
+            for consumer in consumers:
+                consumer.take()
+            return all(
+                consumer.index.resident == teller.story.told(one.spelling)
+                for consumer, one in zip(consumers, sinks, strict=True)
+            )
+
+        until(know)
+        assert [consumer.clears for consumer in consumers] == [1] * len(consumers)
+        pid = sidecar.pid
+        kill(pid, signal.SIGKILL)
+        teller.tell(sidecar, 100)
+        assert still_running([pid], PATIENCE_S) == set()
+        flushed(sidecar, teller.source)
+        until(know)
+        teller.tell(sidecar, 10)
+        flushed(sidecar, teller.source)
+        until(know)
+        before = [consumer.clears for consumer in consumers]
+        late = [Deaf(context, bound.endpoint) for bound in sidecar.client.sinks]
+        for consumer in late:
+            stack.callback(consumer.sub.close)
+        until(
+            lambda: [one["subscribers"] for one in state_of(sidecar)["sinks"]] == [2] * len(sinks)
+        )
+        teller.tell(sidecar, 5)
+        flushed(sidecar, teller.source)
+        until(know)
+        assert [consumer.clears for consumer in consumers] == before

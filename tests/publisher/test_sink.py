@@ -85,7 +85,7 @@ def subscribed(context: zmq.Context[Socket], sink: Sink, *, hwm: int = 0) -> Ite
         before = sink.status.subscribers
         sub.connect(sink.bound.endpoint)
         assert sink.pub.poll(int(PATIENCE_S * 1000))
-        sink.take_subscriptions()
+        sink.take_subscriptions(0.0)
         assert sink.status.subscribers == before + 1
         yield sub
 
@@ -268,7 +268,7 @@ def test_subscribers_are_counted(context: zmq.Context[Socket]) -> None:
             assert sink.status.subscribers == 2
         while sink.status.subscribers:
             assert sink.pub.poll(int(PATIENCE_S * 1000))
-            sink.take_subscriptions()
+            sink.take_subscriptions(0.0)
 
 
 def test_subscriptions_are_taken_a_bounded_number_a_turn(context: zmq.Context[Socket]) -> None:
@@ -283,7 +283,7 @@ def test_subscriptions_are_taken_a_bounded_number_a_turn(context: zmq.Context[So
         while sum(turns) < 20_000:
             before = sink.status.subscribers
             assert sink.pub.poll(int(PATIENCE_S * 1000))
-            sink.take_subscriptions()
+            sink.take_subscriptions(0.0)
             turns.append(sink.status.subscribers - before)
         assert max(turns) <= 1000
 
