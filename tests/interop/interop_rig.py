@@ -1,24 +1,31 @@
-"""Publishers of real engines, as processes; tests skip until tests/interop/install.sh has run."""
+"""Real engines as processes: their publishers and codecs; tests skip until `make interop` has run."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-import pytest
+from interop_process import HOME, needs
+from interop_rpc import JsonChild
 
-__all__ = ["RELEASES", "Engine", "engine_of"]
+__all__ = ["RELEASES", "Engine", "EngineCodec", "engine_of"]
 
-HOME = Path(os.environ.get("KVEVENTS_INTEROP_HOME") or Path.home() / ".cache" / "kvevents-interop")
 RELEASES = ("sglang-0.5.23", "vllm-0.33.0", "sglang-0.5.18", "vllm-0.23.0")
 """The latter two write events as arrays, and replays without the topic."""
+
+
+def _start(release: str, publisher: dict[str, Any] | None) -> JsonChild:
+    """A process that has loaded one engine's event code; skips the test where it is not installed."""
+    python = needs(HOME / "venv/installed").parent / "bin/python"
+    folder = needs(HOME / "engines" / release)
+    engine = release.partition("-")[0]
+    config = {"engine": engine, "folder": str(folder), "publisher": publisher}
+    return JsonChild(python, "engine_child", config)
 
 
 class Engine:
@@ -32,49 +39,25 @@ class Engine:
             "replay_endpoint": self.replay_endpoint,
             "buffer_steps": buffer_steps,
         }
-        self._start()
-
-    def _start(self) -> None:
-        child = Path(__file__).with_name("engine_child.py")
-        engine = self.release.partition("-")[0]
-        folder = str(HOME / "engines" / self.release)
-        self._process = subprocess.Popen(
-            [HOME / "venv/bin/python", "-I", child, engine, folder, json.dumps(self._options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._await("ready")
-
-    def _await(self, word: str) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline().strip() == word, f"{self.release} is not {word}"
+        self._child = _start(release, self._options)
 
     def publish(self, batches: Sequence[Sequence[dict[str, Any]]]) -> None:
         """Returns when all of them are handed to the socket."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(batches) + "\n")
-        self._process.stdin.flush()
-        self._await("sent")
+        self._child.ask("publish", batches=batches)
 
     def crash(self) -> None:
         """SIGKILL."""
-        self._process.kill()
-        self._process.communicate()
+        self._child.kill()
 
     def restart(self) -> None:
         """A new process at the same endpoints."""
         self.crash()
-        self._start()
+        self._child = _start(self.release, self._options)
 
 
 @contextlib.contextmanager
 def engine_of(release: str, buffer_steps: int = 10_000) -> Iterator[Engine]:
     """An engine; skips the test when it is not installed."""
-    for needed in (HOME / "venv/installed", HOME / "engines" / release):
-        if not needed.exists():
-            pytest.skip(f"{needed} is missing: run tests/interop/install.sh")
     folder = Path(tempfile.mkdtemp(prefix="kvi-"))
     engine = None
     try:
@@ -84,3 +67,32 @@ def engine_of(release: str, buffer_steps: int = 10_000) -> Iterator[Engine]:
         if engine is not None:
             engine.crash()
         shutil.rmtree(folder)
+
+
+class EngineCodec:
+    """An engine's event structs and its typed decoder; skips the test when it is not installed."""
+
+    def __init__(self, release: str) -> None:
+        self.release = release
+        self._child = _start(release, None)
+
+    def encode(self, ts: float, events: Sequence[dict[str, Any]], dp_rank: int | None = 0) -> bytes:
+        """What the engine puts on the wire."""
+        payload: bytes = self._child.ask("encode", ts=ts, events=events, dp_rank=dp_rank)
+        return payload
+
+    def decode(self, payload: bytes) -> dict[str, Any]:
+        """{ts, events, dp_rank} with every field of the engine's structs. Raises RemoteError."""
+        batch: dict[str, Any] = self._child.ask("decode", payload=payload)
+        return batch
+
+    def __enter__(self) -> EngineCodec:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._child.stop()

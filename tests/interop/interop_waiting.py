@@ -1,0 +1,35 @@
+"""Bounded waits, and free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+
+__all__ = ["LOOPBACK", "PATIENCE_S", "free_ports", "wait_until"]
+
+LOOPBACK = "127.0.0.1"
+PATIENCE_S = 30.0
+"""How long to wait for what must come; a test that needs it all has failed."""
+
+
+def wait_until(
+    condition: Callable[[], object], timeout_s: float = PATIENCE_S, interval_s: float = 0.02
+) -> bool:
+    """Try until `condition()` is true; False once the time is up. It is tried at least once."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(interval_s)
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct loopback TCP ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in opened:
+            one.bind((LOOPBACK, 0))
+        return [one.getsockname()[1] for one in opened]
