@@ -144,7 +144,14 @@ def _check_stored(event: BlockStored, path: str) -> None:
     lora_id = event.lora_id
     if lora_id is not None and not (type(lora_id) is int and _I64_MIN <= lora_id <= _U64_MAX):
         raise ValueError(f"{path}.lora_id: {lora_id!r} is not in {_I64_MIN}..{_U64_MAX}")
-    for name in ("lora_name", "cache_salt", "session_id", "extra_key", "kv_cache_spec_kind"):
+    for name in (
+        "lora_name",
+        "cache_salt",
+        "session_id",
+        "extra_key",
+        "kv_cache_spec_kind",
+        "locality",
+    ):
         text = getattr(event, name)
         if text is not None and not isinstance(text, str):
             raise TypeError(f"{path}.{name}: {text!r} is not a string")

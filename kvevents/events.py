@@ -86,6 +86,8 @@ class BlockStored(
     """vLLM's: which of a hybrid model's KV cache groups the blocks are of; None where there is one."""
     kv_cache_spec_kind: str | None = None
     """What that group is: "full_attention", "sliding_window", …"""
+    locality: str | None = None
+    """vLLM's: "REMOTE" where the blocks are another's."""
 
 
 class BlockRemoved(
@@ -100,6 +102,7 @@ class BlockRemoved(
     block_hashes: list[int | bytes]
     medium: StorageMedium | None = msgspec.field(default_factory=_none)
     group_idx: int | None = None
+    locality: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):

@@ -238,9 +238,9 @@ def _ids(event: BlockStored) -> list[int]:
 
 def _vllm_keys(event: BlockStored) -> list[list[str] | None] | None:
     """What vLLM's hash covers besides tokens: the adapter, and in a prompt's first block the salt."""
-    names = [] if event.lora_name is None else [event.lora_name]
+    names = [event.lora_name] if event.lora_name else []
     first = names
-    if event.cache_salt is not None and event.parent_block_hash is None:
+    if event.cache_salt and event.parent_block_hash is None:
         first = [*names, event.cache_salt]
     if not first:
         return None

@@ -17,6 +17,7 @@ import msgspec
 
 from kvevents.dialect import NAMESPACES, Dialect
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.extra_keys import has_own_keys
 from kvevents.hashing import BlockHash, canonical_hash
 from kvevents.pieces import piece_of
 
@@ -67,11 +68,13 @@ class View:
 
     def _store(self, event: BlockStored) -> Iterator[Event]:
         medium = _medium(event)
-        if self._hides(event):
-            for raw in event.block_hashes:
-                block_hash = canonical_hash(raw)
-                self._hidden[block_hash] = self._hidden.get(block_hash, 0) | _BIT[medium]
+        spoken = self._spoken(event)
+        for raw in event.block_hashes[spoken:]:
+            block_hash = canonical_hash(raw)
+            self._hidden[block_hash] = self._hidden.get(block_hash, 0) | _BIT[medium]
+        if not spoken:
             return
+        event = piece_of(event, 0, spoken)
         told = self._told.get(medium)
         if told is None:
             return
@@ -91,17 +94,19 @@ class View:
         if start is not None:
             yield piece_of(event, start, len(event.block_hashes), told)
 
-    def _hides(self, event: BlockStored) -> bool:
-        """Whether the blocks cannot be told (V2)."""
-        if not self._unspoken:
-            return False
+    def _spoken(self, event: BlockStored) -> int:
+        """How many of its blocks, from the first on, can be told (V2)."""
         parent = event.parent_block_hash
         if parent is not None and canonical_hash(parent) in self._hidden:
-            return True
-        return any(
-            _own_keys(event) if name == "extra_keys" else getattr(event, name) is not None
-            for name in self._unspoken
-        )
+            return 0
+        for name in self._unspoken:
+            if name == "extra_keys":
+                for position, keys in enumerate(event.extra_keys or ()):
+                    if has_own_keys(keys, event.lora_name):
+                        return position
+            elif getattr(event, name) is not None:
+                return 0
+        return len(event.block_hashes)
 
     def _remove(self, event: BlockRemoved) -> Iterator[Event]:
         medium = _medium(event)
@@ -129,11 +134,6 @@ class View:
         """Note that a block has left `medium`; whether it is on another that is told as the same."""
         _drop(self._media, block_hash, _BIT[medium])
         return bool(self._media.get(block_hash, 0) & self._group[self._told[medium]])
-
-
-def _own_keys(event: BlockStored) -> bool:
-    """Whether its extra keys say more than the adapter's name, which vLLM puts there too."""
-    return any(key != event.lora_name for keys in event.extra_keys or () for key in keys or ())
 
 
 def _drop(media: dict[BlockHash, int], block_hash: BlockHash, bit: int) -> None:

@@ -12,6 +12,7 @@ F4  An event has at least one block, and no empty name or list in place of none.
 F5  Of a hybrid model's KV cache groups one comes out, the main one, and without its number: what another
     group stores or removes touches nothing. The main group is the first that is told to be of full
     attention; until one is, it is group 0. Events without a group are always of the main one.
+F6  Of blocks that the engine says are not its own nothing comes out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvevents.tokens import pack_tokens
 __all__ = ["ForeignCounts", "ForeignState"]
 
 _FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
+_LOCAL = (None, "LOCAL")
 _MAX_GROUP = 2**31 - 1
 _BITS = {medium: 1 << position for position, medium in enumerate(StorageMedium)}
 
@@ -45,7 +47,8 @@ class ForeignCounts:
     each or no u32, a name that is too long, extra keys that cannot be sent, an event whose first block is
     its own parent; and no tokens, where the block is on no other medium. `wrong_block_size`: not the
     worker's. `other_groups`: of a KV cache group that is not the main one, removals too.
-    `removed_with_parent`: blocks that had come out, and that the engine may still hold (F2).
+    `removed_with_parent`: blocks that had come out, and that the engine may still hold (F2). `remote`:
+    held by another, removals too.
     """
 
     stored_again: int = 0
@@ -55,6 +58,7 @@ class ForeignCounts:
     wrong_block_size: int = 0
     other_groups: int = 0
     removed_with_parent: int = 0
+    remote: int = 0
 
 
 class Groups(msgspec.Struct, frozen=True, array_like=True):
@@ -77,14 +81,17 @@ class _Index(BlockIndex):
         self._behind.clear()
 
     def _put(self, block_hash: BlockHash, block: Block) -> None:
-        super()._put(block_hash, block)
-        if block.parent is None:
+        BlockIndex._put(self, block_hash, block)
+        parent = block.parent
+        if parent is None:
             return
-        first = self._behind.setdefault(block.parent, block_hash)
+        first = self._behind.setdefault(parent, block_hash)
+        if first is block_hash:
+            return
         if isinstance(first, set):
             first.add(block_hash)
-        elif first != block_hash:
-            self._behind[block.parent] = {first, block_hash}
+        else:
+            self._behind[parent] = {first, block_hash}
 
     def _drop(self, block_hash: BlockHash, block: Block) -> None:
         super()._drop(block_hash, block)
@@ -148,6 +155,9 @@ class ForeignState:
         """Take an engine's events, in order; those to publish (F1-F4). Never raises for what they say."""
         told: list[Event] = []
         for event in events:
+            if not isinstance(event, AllBlocksCleared) and event.locality not in _LOCAL:
+                self.counts.remote += len(event.block_hashes)
+                continue
             match event:
                 case BlockStored():
                     told += self._choose_group(event)
@@ -332,6 +342,7 @@ def _plain(
         event.extra_key,
     )
     whole = event.group_idx is None and event.kv_cache_spec_kind is None and event.extra_keys != []
+    whole = whole and event.locality is None
     signed = parent == event.parent_block_hash and hashes == event.block_hashes
     if named and whole and signed:
         return event
@@ -346,4 +357,5 @@ def _plain(
         extra_keys=event.extra_keys or None,
         group_idx=None,
         kv_cache_spec_kind=None,
+        locality=None,
     )

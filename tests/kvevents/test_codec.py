@@ -238,7 +238,10 @@ REFUSED: list[tuple[str, KVEventBatch, type[Exception], str]] = [
             TypeError,
             f"events[0].BlockStored.{name}: 7 is not a string",
         )
-        for name in ("lora_name", "cache_salt", "session_id", "extra_key", "kv_cache_spec_kind")
+        for name in (
+            *("lora_name", "cache_salt", "session_id", "extra_key", "kv_cache_spec_kind"),
+            "locality",
+        )
     ],
     *[
         (
@@ -705,9 +708,9 @@ def test_good_events_read_the_same_in_bad_company(
 @pytest.mark.parametrize("company", [[], [b"\x05"]], ids=["all good", "one bad"])
 def test_unknown_keys_are_ignored(company: list[bytes]) -> None:
     """Case 103: a newer engine's extra fields, be they no UTF-8, do not stop an older reader."""
-    odd = pack(STORED | {"~": [{}], "locality": "LOCAL"}).replace(b"~", b"\xff")
+    odd = pack(STORED | {"~": [{}], "ownership": "tier-1"}).replace(b"~", b"\xff")
     events = [
-        pack(STORED | {"locality": "LOCAL", "lookahead_token_ids": [[9], [10]]}),
+        pack(STORED | {"ownership": "tier-1", "lookahead_token_ids": [[9], [10]]}),
         pack({"type": "AllBlocksCleared", "why": "reset"}),
         odd,
     ]

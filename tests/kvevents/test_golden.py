@@ -42,7 +42,8 @@ def meaning(given: dict[str, Any]) -> Event:
             return AllBlocksCleared()
         case "BlockRemoved":
             medium = MEDIA[given["medium"]]
-            return BlockRemoved(given["block_hashes"], medium, given.get("group_idx"))
+            where = given.get("locality")
+            return BlockRemoved(given["block_hashes"], medium, given.get("group_idx"), where)
         case "BlockStored":
             metadata = given.get("metadata") or {}
             return BlockStored(
@@ -58,6 +59,7 @@ def meaning(given: dict[str, Any]) -> Event:
                 extra_keys=given.get("extra_keys"),
                 group_idx=given.get("group_idx"),
                 kv_cache_spec_kind=given.get("kv_cache_spec_kind"),
+                locality=given.get("locality"),
             )
     raise AssertionError(given)
 

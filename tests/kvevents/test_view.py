@@ -22,6 +22,7 @@ from kvevents import (
 )
 from kvevents.dialect import NAMESPACES, PRESETS, Dialect
 from kvevents.index import Oddities
+from kvevents.pieces import piece_of
 from kvevents.view import View
 
 GPU, CPU, DISK, EXT = StorageMedium
@@ -230,7 +231,7 @@ def test_what_cannot_be_told_apart_is_not_told() -> None:
         ([[], None], True),
         ([["adapter"], ["adapter"]], True),
         ([["adapter", "salt"], ["adapter"]], False),
-        ([None, [["image", 0]]], False),
+        ([[["image", 0]], None], False),
     ],
 )
 def test_extra_keys(keys: list[object] | None, told: bool) -> None:
@@ -238,3 +239,19 @@ def test_extra_keys(keys: list[object] | None, told: bool) -> None:
     event = msgspec.structs.replace(store(GPU, 1, 0, 2, packed=True), extra_keys=keys)
     assert View(PRESETS["vllm-router"].dialect).apply([event]) == ([event] if told else [])
     assert View(PRESETS["vllm"].dialect).apply([event]) == [event]
+
+
+def test_blocks_before_an_image_are_told() -> None:
+    """V3: what hides is the block that has the key, and those after it: as when each is told alone."""
+    event = msgspec.structs.replace(
+        store(GPU, 0, 0, 4, packed=True), extra_keys=[None, None, [["image", 0]], None]
+    )
+    view = View(PRESETS["smg"].dialect)
+    (told,) = view.apply([event])
+    assert isinstance(told, BlockStored)
+    assert told.block_hashes == [name(0, 0), name(0, 1)]
+    alone = View(PRESETS["smg"].dialect)
+    single = [piece_of(event, at, at + 1) for at in range(4)]
+    assert alone.apply([*single]) == single[:2]
+    removed = BlockRemoved([name(0, depth) for depth in (3, 2, 1, 0)], GPU)
+    assert view.apply([removed]) == [BlockRemoved([name(0, 1), name(0, 0)], GPU)]

@@ -413,6 +413,9 @@ def test_an_empty_name_is_none() -> None:
         (store([1], extra_keys=[[{}]]), ForeignCounts(malformed=1)),
         (store([1], block_size=1, token_ids=[1]), ForeignCounts(wrong_block_size=1)),
         (store([1], block_size=4, token_ids=[]), ForeignCounts(wrong_block_size=1)),
+        (store([1, 2], locality="REMOTE"), ForeignCounts(remote=2)),
+        (store([1, 2], locality=""), ForeignCounts(remote=2)),
+        (BlockRemoved([1, 2], GPU, locality="REMOTE"), ForeignCounts(remote=2)),
         (store([1, 2], group_idx=1), ForeignCounts(other_groups=2)),
         (BlockRemoved([1, 2], GPU, 1), ForeignCounts(other_groups=2)),
         (store([]), ForeignCounts()),
@@ -420,7 +423,8 @@ def test_an_empty_name_is_none() -> None:
     ],
     ids=[
         *["count", "none", "negative", "large", "self", "name", "few keys", "bad key"],
-        *["size", "other size", "group", "removed group", "empty", "nothing"],
+        *["size", "other size", "remote", "nowhere", "removed remote"],
+        *["group", "removed group", "empty", "nothing"],
     ],
 )
 def test_what_cannot_be_published_is_dropped_and_counted(
@@ -564,3 +568,12 @@ def test_a_block_size_is_positive() -> None:
     """Anything below 1 is refused."""
     with pytest.raises(ValueError, match="block_size: 0 is below 1"):
         ForeignState(0)
+
+
+def test_what_is_local_is_ours() -> None:
+    """F6: an engine that says so of its own blocks is believed; the word is not passed on."""
+    state = ForeignState(SIZE)
+    (told,) = state.apply([store([1, 2], locality="LOCAL")])
+    assert told == store([1, 2])
+    assert state.apply([BlockRemoved([2, 1], GPU, locality="REMOTE")]) == []
+    assert state.apply([BlockRemoved([2, 1], GPU, locality="LOCAL")]) == [BlockRemoved([2, 1], GPU)]

@@ -147,8 +147,9 @@ def test_events_as_json() -> None:
         "extra_keys": None,
         "group_idx": None,
         "kv_cache_spec_kind": None,
+        "locality": None,
     }
-    removed = {"block_hashes": ["0102"], "medium": None, "group_idx": None}
+    removed = {"block_hashes": ["0102"], "medium": None, "group_idx": None, "locality": None}
     assert second == common | {"type": "BlockRemoved"} | removed
     assert third == common | {"type": "AllBlocksCleared"}
 
