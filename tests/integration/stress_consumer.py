@@ -1,4 +1,6 @@
-"""Consumer C: a router by someone else. pyzmq, msgspec and docs/wire.md are all it knows of us."""
+"""Consumer C: a router by someone else. pyzmq, msgspec, docs/wire.md and docs/consumers.md are all it
+knows of us.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,21 @@ __all__ = ["run_consumer"]
 
 _END = b"\xff" * 8
 _MEDIA = ("GPU", "CPU_PINNED", "DISK", "EXTERNAL")
+_NAMES = {"CPU": "CPU_PINNED", "STORAGE": "DISK"}
+"""What dialects call them otherwise."""
+
+_SLOTS = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
 _WAIT_MS = 10
 _ANSWER_S = 1.0
 _PER_TURN = 500
@@ -172,7 +189,7 @@ class _Stream:
         if not isinstance(batch, list) or len(batch) != 3 or not isinstance(batch[0], float):
             self.problems.append(f"seq {seq} is no batch")
             return
-        for event in batch[1]:
+        for event in map(_plain, batch[1]):
             match event["type"]:
                 case "BlockStored":
                     self._store(seq, event)
@@ -200,6 +217,23 @@ class _Stream:
                 self.blocks.pop(one, None)
 
 
+def _plain(event: Any) -> dict[str, Any]:
+    """Whatever its dialect: a map, with signed hashes and our names of media."""
+    if isinstance(event, list):
+        event = {"type": event[0], **dict(zip(_SLOTS[event[0]], event[1:], strict=True))}
+    told: dict[str, Any] = dict(event)
+    if "medium" in told:
+        told["medium"] = _NAMES.get(told["medium"], told["medium"])
+        told["block_hashes"] = [_signed(one) for one in told["block_hashes"]]
+    if told.get("parent_block_hash") is not None:
+        told["parent_block_hash"] = _signed(told["parent_block_hash"])
+    return told
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
 def _clears(payload: bytes) -> bool:
     events = _decode(payload)[1]
-    return bool(events) and events[0]["type"] == "AllBlocksCleared"
+    return bool(events) and _plain(events[0])["type"] == "AllBlocksCleared"

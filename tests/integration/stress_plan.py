@@ -38,6 +38,8 @@ class Kind(StrEnum):
     CLOCK_JUMP = "clock jump"
 
 
+_DIALECTS = ("sglang", "vllm", "dynamo", "mooncake", "vllm-router", "smg", "aibrix")
+
 _LASTING = {Kind.STOP, Kind.FULL_RING, Kind.DEAF, Kind.CUT, Kind.DELAY, Kind.DISK_FULL}
 _CLOCK_JUMPS_S = (-86_400.0, -3_600.0, -1.0, 1.0, 3_600.0, 86_400.0 * 400)
 
@@ -77,8 +79,9 @@ class Plan:
     buffer_bytes: int
     coalesce_s: float
     token_ids: bool
-    """Of the second sink."""
+    """Of the second sink, as is `coalesce_s`, and `dialect`."""
     faults: tuple[Fault, ...]
+    dialect: str
 
 
 def draw_plan(seed: int, kinds: Iterable[Kind] = tuple(Kind)) -> Plan:
@@ -107,6 +110,7 @@ def draw_plan(seed: int, kinds: Iterable[Kind] = tuple(Kind)) -> Plan:
         faults=tuple(
             sorted((_draw(random, kind, load_s) for kind in drawn), key=lambda one: one.at)
         ),
+        dialect=random.choice(_DIALECTS),
     )
 
 

@@ -36,7 +36,7 @@ from stress_evidence import check_clears, check_evidence, read_evidence
 from stress_metrics import check_metrics
 from stress_plan import SUBSCRIBERS, Fault, Kind, Plan
 from stress_proxy import run_proxy
-from stress_site import SINKS, Site
+from stress_site import SINKS, Site, told_media
 from stress_subscriber import run_subscriber
 from stress_vandal import run_vandal
 from stress_worker import PATIENCE_S, read_costs, run_worker
@@ -224,7 +224,12 @@ class _Run:
             views, oddities = self._hear(name, "view")
             outcome.problems += [f"{name}: {problem}" for problem in oddities]
             for sink, view in views.items():
-                outcome.problems += _differences(f"{name}, sink {sink}", blocks, view)
+                told = {
+                    medium: held
+                    for medium, held in blocks.items()
+                    if medium in told_media(self._plan, sink)
+                }
+                outcome.problems += _differences(f"{name}, sink {sink}", told, view)
         outcome.problems += check_metrics(self._site.http, blocks)
         self._measure()
 
@@ -269,9 +274,14 @@ class _Run:
             "worker": lambda parent: run_worker(parent, plan, site, number, self._requests),
             "proxy": lambda parent: run_proxy(parent, site),
             "vandal": lambda parent: run_vandal(parent, site),
-            "A": lambda parent: run_subscriber(parent, site, full, 0, proxied=False, tokens=True),
+            "A": lambda parent: run_subscriber(
+                *(parent, site, full, 0), proxied=False, tokens=True, dialect="sglang"
+            ),
             "B": lambda parent: run_subscriber(
-                parent, site, full, 1, proxied=True, tokens=plan.token_ids
+                *(parent, site, full, 1),
+                proxied=True,
+                tokens=plan.token_ids,
+                dialect=plan.dialect,
             ),
             "C": lambda parent: run_consumer(parent, site, full, plan.hwm),
         }

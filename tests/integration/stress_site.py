@@ -9,12 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import msgspec
 from stress_plan import Plan
 
+from kvevents.dialect import PRESETS
 from publisher import SidecarConfig, SinkConfig, WorkerInfo
 
-__all__ = ["HEARTBEAT_S", "LINGER_S", "SINKS", "Site", "sidecar_config", "worker_info"]
+__all__ = [
+    "HEARTBEAT_S",
+    "LINGER_S",
+    "SINKS",
+    "Site",
+    "sidecar_config",
+    "told_media",
+    "worker_info",
+]
 
 SINKS = (0, 1)
 HEARTBEAT_S = 0.1
@@ -72,7 +80,10 @@ def worker_info(plan: Plan) -> WorkerInfo:
 
 
 def sidecar_config(plan: Plan, site: Site) -> SidecarConfig:
-    """Two sinks: one that tells all at once, one that may merge and leave the tokens out."""
+    """Two sinks: one that tells all at once, one of any dialect, that may merge and leave the tokens out.
+
+    Nobody is told anew for having joined: who asks for replays has no need of it.
+    """
     (pub, replay), (second_pub, second_replay) = site.direct
     first = SinkConfig(
         name="first",
@@ -83,11 +94,16 @@ def sidecar_config(plan: Plan, site: Site) -> SidecarConfig:
         buffer_steps=plan.buffer_steps,
         buffer_bytes=plan.buffer_bytes,
     )
-    second = msgspec.structs.replace(
-        first,
+    second = SinkConfig(
         name="second",
+        dialect=plan.dialect,
+        tells_joiners=False,
         endpoint=url(second_pub),
         replay_endpoint=url(second_replay),
+        heartbeat_s=HEARTBEAT_S,
+        hwm=plan.hwm,
+        buffer_steps=plan.buffer_steps,
+        buffer_bytes=plan.buffer_bytes,
         coalesce_s=plan.coalesce_s,
         token_ids=plan.token_ids,
     )
@@ -98,6 +114,12 @@ def sidecar_config(plan: Plan, site: Site) -> SidecarConfig:
         state_dir=str(site.state),
         http_endpoint=f"http://127.0.0.1:{site.http}",
     )
+
+
+def told_media(plan: Plan, sink: int) -> tuple[str, ...]:
+    """The media that a sink tells of; with no external store, each by itself."""
+    dialect = PRESETS[plan.dialect if sink else "sglang"].dialect
+    return tuple(medium.value for medium, _ in dialect.media)
 
 
 def _free_ports(seed: int) -> Iterator[int]:

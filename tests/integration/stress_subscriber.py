@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+import msgspec
 from stress_child import Parent
 from stress_evidence import Evidence, Way
 from stress_site import Site, url
 
-from kvevents.codec import encode_batch
-from kvevents.events import AllBlocksCleared, BlockRemoved, Event, StorageMedium
+from kvevents.dialect import PRESETS
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.hashing import canonical_hash
 from kvevents.index import BlockIndex
+from kvevents.speller import Speller
 from publisher import Batch, Received, Subscriber, Undecodable
 
 __all__ = ["run_subscriber"]
@@ -23,11 +25,12 @@ _REPLAY_S = 1.0
 
 
 def run_subscriber(
-    parent: Parent, site: Site, name: str, sink: int, *, proxied: bool, tokens: bool
+    parent: Parent, site: Site, name: str, sink: int, *, proxied: bool, tokens: bool, dialect: str
 ) -> None:
-    """Follow a sink until told to leave. Without `tokens` the sink leaves them out."""
+    """Follow a sink, of that dialect, until told to leave. Without `tokens` it leaves them out."""
     pub, replay = (site.proxied if proxied else site.direct)[sink]
-    follower = _Follower(sink, Evidence(site.evidence(name, sink)), tokens=tokens)
+    speller = Speller(PRESETS[dialect].dialect, dp_rank=0)
+    follower = _Follower(sink, Evidence(site.evidence(name, sink)), speller, tokens=tokens)
     with Subscriber(url(pub), url(replay), replay_timeout_s=_REPLAY_S) as subscriber:
         until: int | None = None
         awaits_end = False
@@ -53,9 +56,20 @@ def run_subscriber(
                 awaits_end = False
 
 
+def _signed(event: Event) -> Event:
+    """`event` with its hashes in the form that we encode from."""
+    if isinstance(event, AllBlocksCleared):
+        return event
+    hashes = [canonical_hash(one) for one in event.block_hashes]
+    told = msgspec.structs.replace(event, block_hashes=hashes)
+    if isinstance(told, BlockStored) and told.parent_block_hash is not None:
+        told.parent_block_hash = canonical_hash(told.parent_block_hash)
+    return told
+
+
 class _Follower:
-    def __init__(self, sink: int, evidence: Evidence, *, tokens: bool) -> None:
-        self._sink, self._evidence = sink, evidence
+    def __init__(self, sink: int, evidence: Evidence, speller: Speller, *, tokens: bool) -> None:
+        self._sink, self._evidence, self._speller = sink, evidence, speller
         self._index = BlockIndex() if tokens else None
         self._plain: dict[str, set[int]] = {str(medium): set() for medium in StorageMedium}
         self._last: Batch | None = None
@@ -92,7 +106,8 @@ class _Follower:
             way = Way.REPLAY
         else:
             way = Way.SNAPSHOT if clears else Way.FRAMES
-        self._evidence.add(way, one.seq, encode_batch(one.batch))
+        payload = self._speller.spell(one.batch.ts, list(map(_signed, events)))
+        self._evidence.add(way, one.seq, payload)
         self.stale = self.stale and way is not Way.SNAPSHOT
         self._last = one
         if self._index is not None:
