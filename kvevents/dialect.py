@@ -62,7 +62,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     and begins after the seq asked for where more were needed; None: with any number. `rebase_after`: so
     many seqs after the state was told whole, numbering starts over. `reset_sentinel`: seq 0 comes after
     a message without payload whose seq is 2^64 - 1. `tells_joiners`: whoever subscribes has the state
-    told anew, to all: for consumers that ask for no replay.
+    told anew, to all: for consumers that ask for no replay. `coalesce_s`: batches of so long are merged
+    into one.
     """
 
     dialect: Dialect = Dialect()
@@ -72,6 +73,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     rebase_after: int | None = None
     reset_sentinel: bool = False
     tells_joiners: bool = False
+    coalesce_s: float = 0.0
 
 
 _DYNAMO = Dialect(namespaces=("lora_name", "cache_salt", "extra_keys"))
@@ -135,7 +137,12 @@ PRESETS: Final = MappingProxyType(
         "sgl-router": Preset(
             dialect=Dialect(blocks_per_event=65_536), reset_sentinel=True, tells_joiners=True
         ),
-        "smg": Preset(dialect=Dialect(namespaces=("lora_name",)), replay_padding=_PADDING),
+        "smg": Preset(
+            dialect=Dialect(namespaces=("lora_name",)),
+            replay_padding=_PADDING,
+            tells_joiners=True,  # the Python relay asks for no history
+            coalesce_s=0.1,  # the Rust one begins anew for each live batch that a replay has brought
+        ),
         "kthena": Preset(
             dialect=Dialect(event_form="array", media=_DEVICE, namespaces=()),
             topic="kv-events",

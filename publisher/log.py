@@ -10,14 +10,15 @@ L3  A replay from any start is contiguous and ends with the newest frame: the fr
     frames that hold the snapshot.
 L4  A step of a replay is of bounded work, and replays that need a snapshot share one that is not too
     old: for many clients the state is copied, and encoded, once.
-L5  A replay ends where it is once its last frame has fallen off the log and `_GRACE` more: slow clients
-    keep alive at most as many frames as the log, and those, and what falls off until their next step.
+L5  A replay whose last frame has fallen off the log, and `_GRACE` more, goes on as one from where it is,
+    which begins with a snapshot: slow clients keep alive at most as many frames as the log, and those,
+    and what falls off until their next step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeAlias
@@ -30,6 +31,8 @@ __all__ = ["RetainedLog", "num_blocks", "snapshot_batches"]
 
 Answer: TypeAlias = tuple[int, bytes]
 Encode: TypeAlias = Callable[[list[Event]], bytes]
+Answers: TypeAlias = Generator[Answer, None, int | None]
+"""Returns the seq that comes next when it has become too old, and None when it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,13 @@ class RetainedLog:
         What is appended later changes nothing of it, but for L5. From JOIN, the shortest answer that
         gives the state now; from any other start beyond the log, nothing.
         """
+        return self._kept_up(self._answers(start))
+
+    def _kept_up(self, answers: Answers) -> Iterator[Answer]:
+        while (seq := (yield from answers)) is not None:
+            answers = self._answers(seq)
+
+    def _answers(self, start: int) -> Answers:
         oldest = self.oldest_seq
         if start == JOIN and not oldest:
             start = 0
@@ -202,43 +212,42 @@ class RetainedLog:
             return self._after_snapshot(start, snapshot, frames)
         return self._after_moving(start, self._base.fork(), oldest, list(self._frames))
 
-    def _kept(self, start: int, frames: list[_Retained]) -> Iterator[Answer]:
+    def _kept(self, start: int, frames: list[_Retained]) -> Answers:
         end = start + len(frames)
         for seq, frame in enumerate(frames, start):
             if self._is_past(end):
-                return
+                return seq
             yield seq, frame.payload
+        return None
 
     def _is_past(self, end: int) -> bool:
         """Whether a replay of frames before `end` has become too old (L5)."""
         return self.oldest_seq > end + _GRACE
 
-    def _after_snapshot(
-        self, start: int, snapshot: _Snapshot, frames: list[_Retained]
-    ) -> Iterator[Answer]:
+    def _after_snapshot(self, start: int, snapshot: _Snapshot, frames: list[_Retained]) -> Answers:
         first = snapshot.first
         end = first + len(frames)
         seq = start
         for payload in snapshot.payloads():
             if self._is_past(end):
-                return
+                return seq
             yield seq, payload
             seq += 1
         del snapshot
-        yield from self._up_to(seq, first, frames)
+        return (yield from self._up_to(seq, first, frames))
 
-    def _up_to(self, seq: int, first: int, frames: list[_Retained]) -> Iterator[Answer]:
+    def _up_to(self, seq: int, first: int, frames: list[_Retained]) -> Answers:
         """Empty batches before the frames, and those."""
         assert seq <= first, "L3: a snapshot fits into the seqs before the frames"
         empty = self._encoder()([]) if seq < first else b""
         while seq < first:
             yield seq, empty
             seq += 1
-        yield from self._kept(first, frames)
+        return (yield from self._kept(first, frames))
 
     def _after_moving(
         self, start: int, state: BlockIndex, first: int, frames: list[_Retained]
-    ) -> Iterator[Answer]:
+    ) -> Answers:
         """With a snapshot of `state` moved on through the oldest frames, until it fits before the next.
 
         Each step of that takes a seq and makes more: two frames at least. The frames may run out: the
@@ -253,7 +262,7 @@ class RetainedLog:
             seq += 1
         while moved < len(frames) and (first + moved - seq) * self._snapshot_blocks < len(state):
             if self._is_past(end):
-                return
+                return seq
             moved = _move(state, frames, moved)
             if in_steps:
                 yield seq, empty
@@ -264,10 +273,10 @@ class RetainedLog:
             per_batch = max(self._snapshot_blocks, -(-len(state) // (first - seq)))
             for batch in snapshot_batches(state, per_batch):
                 if self._is_past(end):
-                    return
+                    return seq
                 yield seq, encode(batch)
                 seq += 1
-        yield from self._up_to(seq, first, frames)
+        return (yield from self._up_to(seq, first, frames))
 
 
 def _move(state: BlockIndex, frames: list[_Retained], at: int) -> int:

@@ -42,12 +42,8 @@ _REPLAY_ENDPOINT = "tcp://127.0.0.1:5558"
 _MEDIUM_LENGTH = 64
 _OF_DIALECT = ("event_form", "hash_form", "blocks_per_event", "object_key")
 _OF_PRESET = (
-    "topic",
-    "replay_frames",
-    "replay_padding",
-    "rebase_after",
-    "reset_sentinel",
-    "tells_joiners",
+    *("topic", "replay_frames", "replay_padding", "rebase_after", "reset_sentinel"),
+    *("tells_joiners", "coalesce_s"),
 )
 _OF_STORE = (StorageMedium.DISK, StorageMedium.EXTERNAL)
 _SPOKEN: dict[str, tuple[str, ...]] = {
@@ -66,8 +62,8 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
 
     `name`: its label in metrics, logs and file names; empty becomes `sink0`, `sink1` by position.
     `dialect`: a preset, one of kvevents.dialect.DIALECTS; it says what is unsaid here of `event_form` to
-    `tells_joiners`, `topic` and `rebase_after`. Those are as in kvevents.dialect, but for `media`: by
-    medium what it is told as, None to leave it out, and of the preset where it is not named.
+    `tells_joiners`, `topic`, `coalesce_s` and `rebase_after`. Those are as in kvevents.dialect, but for
+    `media`: by medium what it is told as, None to leave it out, and of the preset where it is not named.
     `token_ids`: False leaves the prompts' tokens out. `mode`: whether the PUB socket binds, or connects
     to routers that bind. `endpoint`: where to; several only to connect. `replay_endpoint`: where the
     replay socket is bound; None: no replay; unsaid, tcp://127.0.0.1:5558 to bind and None to connect.
@@ -102,7 +98,7 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     buffer_bytes: int = 256 << 20
     hwm: int = 100_000
     heartbeat_s: float = 5.0
-    coalesce_s: float = 0.0
+    coalesce_s: float = _UNSAID
     rebase_after: int | None = _UNSAID
 
     def __post_init__(self) -> None:

@@ -325,7 +325,7 @@ def test_a_preset_says_what_is_unsaid(name: str) -> None:
     """Each preset is a configuration; all that it says is there to see."""
     sink, preset = SinkConfig(dialect=name), PRESETS[name]
     assert sink.spelling == preset.dialect
-    for key in (*PRESET_KEYS, "tells_joiners"):
+    for key in (*PRESET_KEYS, "tells_joiners", "coalesce_s"):
         assert getattr(sink, key) == getattr(preset, key)
     assert all(one is not msgspec.UNSET for one in msgspec.structs.astuple(sink))
 

@@ -55,6 +55,7 @@ def test_the_table_is_the_presets(name: str) -> None:
         str(preset.rebase_after or ""),
         "yes" if preset.reset_sentinel else "",
         "yes" if preset.tells_joiners else "",
+        str(preset.coalesce_s or ""),
     ]
     (row,) = [
         line for line in section("What each preset says").splitlines() if f"| `{name}` |" in line
