@@ -36,7 +36,7 @@ def table_of(rows: dict[tuple[str, str, str], str]) -> str:
         said = situation if outcome == "passed" else f"**not: {situation}**"
         situations.setdefault((consumer, preset), []).append(said)
     for (consumer, preset), told in situations.items():
-        lines.append(f"| {consumer} | `{preset}` | {', '.join(told)} |")
+        lines.append(f"| {consumer} | `{preset}` | {'; '.join(told)} |")
     return "\n".join(lines)
 
 
