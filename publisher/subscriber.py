@@ -170,8 +170,7 @@ class Subscriber:
         if not self._sub.closed:
             self._sub.disable_monitor()
         self._monitor.close(linger=0)
-        self._sub.close(linger=0)
-        self._context.term()
+        self._context.destroy(linger=0)  # a socket that an interrupt has left open would be waited for
 
     def __enter__(self) -> Subscriber:
         return self
@@ -291,10 +290,10 @@ class Subscriber:
         self._replay_deadline = time.monotonic() + self._replay_timeout_s
 
     def _close_dealer(self) -> None:
-        if self._dealer is not None:
-            self._poller.unregister(self._dealer)
-            self._dealer.close(linger=0)
-            self._dealer = None
+        dealer, self._dealer = self._dealer, None  # first of all: Ctrl-C may come between any two
+        if dealer is not None:
+            self._poller.unregister(dealer)
+            dealer.close(linger=0)
 
     def _connect(self, socket: zmq.Socket[bytes], key: str, endpoint: str) -> None:
         if self._curve is not None:
