@@ -84,6 +84,8 @@ def decode_batch(payload: bytes) -> Decoded:
 
     Raises KVEventsError when it is no batch at all; events that cannot be read are skipped.
     """
+    if _OF_A_STORE in payload:  # whose maps may be read as ours, with no blocks
+        return _decode_leniently(payload)
     try:
         batch = _decode_strict(payload)
     except _UNREADABLE:
@@ -181,7 +183,12 @@ def _check_tokens(event: BlockStored, path: str) -> None:
 # -------------------------------------------------------------------------------------------- in
 
 _LEAST_MS = 10**11
-"""From here on a `ts` that is an int is of milliseconds: in seconds it would be of the year 5138."""
+"""From here on a `ts` that is an int is of milliseconds: in seconds it would be of the year 5138. With a
+store's events every int is.
+"""
+
+_OF_A_STORE = b"event_type"
+"""The key of a store's events that no others have."""
 
 
 def _decode_leniently(payload: bytes) -> Decoded:
@@ -196,11 +203,12 @@ def _decode_leniently(payload: bytes) -> Decoded:
     if rank is not None and type(rank) is not int:
         raise KVEventsError(f"dp_rank: {short(rank)} is not an int")
     read = _event
-    if type(ts) is int and ts >= _LEAST_MS:
+    events = _elements(parts[1], "events")
+    if type(ts) is int and (ts >= _LEAST_MS or any(map(_is_of_a_store, events))):
         ts, read = ts / 1000, _store_event
     kept: list[Event] = []
     skipped: list[Skipped] = []
-    for position, raw in enumerate(_elements(parts[1], "events")):
+    for position, raw in enumerate(events):
         try:
             kept.append(read(raw))
         except (*_UNREADABLE, KVEventsError) as error:
@@ -233,6 +241,14 @@ def _event(raw: msgspec.Raw) -> Event:
             raise KVEventsError(f"{short(plain)} is neither a map nor an array") from error
         refuse_bigrams(plain.get("token_ids"))
         raise
+
+
+def _is_of_a_store(raw: msgspec.Raw) -> bool:
+    try:
+        plain = _decode_plain(raw)
+    except _UNREADABLE:
+        return False
+    return isinstance(plain, dict) and _OF_A_STORE.decode() in plain
 
 
 def _store_event(raw: msgspec.Raw) -> Event:

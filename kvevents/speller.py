@@ -32,9 +32,12 @@ class Spells(Protocol):
     """What makes payloads of events. One that keeps count of what is held does so as they are spelled.
 
     `verbatim`: whether a payload says all of the events, as kvevents.codec encodes them.
+    `clears_by_gap`: whether a seq is to be missing before AllBlocksCleared, for that is how some who read
+    it forget.
     """
 
     verbatim: bool
+    clears_by_gap: bool
 
     def spell(self, ts: float, events: list[Event], /) -> bytes:
         """The payload of these events, which must not change any more. `ts`: seconds since the epoch."""
@@ -52,6 +55,8 @@ class Speller:
     Sinks that spell alike share one: a batch that is spelled for one of them is not encoded again for the
     next.
     """
+
+    clears_by_gap = False
 
     def __init__(self, dialect: Dialect, dp_rank: int) -> None:
         self._dialect, self._dp_rank = dialect, dp_rank

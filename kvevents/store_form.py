@@ -9,11 +9,14 @@ read where, by Dynamo 1.6 and by the conductors of August and September 2026:
   For the hash of the block it takes the last 8 bytes of it or, the later one, the first, and refuses an
   event whose `seq_hashes` hold the other. So they are empty, as the later masters leave them; so are
   `block_hashes`, which must be equal. A `group_id` would have to be a number: it is nil.
-- A clear removes every object that is held, and then says `cleared`. Dynamo passes over that; a conductor
-  forgets by it what else it believes of this worker.
+- A clear is `cleared` and no more, whatever is held: a conductor forgets by it. Dynamo passes over it; it
+  forgets where a seq is missing, so one is to be left out before a batch that has a clear. Nothing that
+  came before a clear in its batch is told.
 
 A block is named by its digest, which events do not carry. It is computed from the tokens and the
-parent's, and counts only if the event's hash follows from it.
+parent's, and counts only if the event's hash follows from it. So of the blocks on the media that are told
+of, those are told whose parent is told: one that comes before its parent waits for it, and when a parent
+leaves its last medium, those behind it are removed before it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kvevents.behind import Behind
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.hashing import (
     BlockHash,
@@ -101,11 +105,21 @@ class _Space:
 
 @dataclass(slots=True)
 class _Block:
-    """A block that was told; `media` are texts, in the order in which it came to them."""
+    """A block on a medium that is told of. With neither digest nor tokens it is none that can be told.
 
-    digest: bytes
-    space: _Space
-    media: tuple[str, ...] = ()
+    `tokens`: those from which the digest will be made, until the parent's is known. `media`: bits.
+    """
+
+    parent: BlockHash | None
+    digest: bytes = b""
+    space: _Space | None = None
+    tokens: TokenBytes | None = None
+    told: bool = False
+    media: int = 0
+
+    @property
+    def lost(self) -> bool:
+        return not self.digest and self.tokens is None
 
 
 class _Change(NamedTuple):
@@ -125,14 +139,16 @@ class StoreSpeller:
     `model_name` and `backend_id`. A page has the same name under either hash format.
 
     `left_out` counts the blocks that were not told because their digest could not be had: of another
-    algorithm or block size, without tokens, of an adapter that has no name, or after one of these.
-    Nothing is told of their removal either.
+    algorithm or block size, without tokens, of an adapter that has no name, or after one of these, or
+    after one that is on none of the media; there also those that were told before. Nothing is told of
+    their removal either.
 
     Raises ValueError for an empty model or worker, a block size below 1, a rank below 0, and what
     `check_object_key` raises.
     """
 
     verbatim = False
+    clears_by_gap = True
 
     def __init__(
         self,
@@ -157,7 +173,9 @@ class StoreSpeller:
         self._media, self._object_key = dict(media), object_key
         self._model, self._worker_id = model, worker_id
         self._names = object_key.split(",")
+        self._bits = {text: 1 << at for at, text in enumerate(dict.fromkeys(self._media.values()))}
         self._held: dict[BlockHash, _Block] = {}
+        self._behind = Behind()
 
     def spell(self, ts: float, events: list[Event]) -> bytes:
         """The payload of these events. `ts`: seconds since the epoch.
@@ -193,39 +211,41 @@ class StoreSpeller:
     # ----------------------------------------------------------------------------- what is held
 
     def _apply(self, events: Iterable[Event]) -> Iterator[_Change]:
-        for event in events:
+        events = list(events)
+        clears = [at for at, event in enumerate(events) if isinstance(event, AllBlocksCleared)]
+        for event in events[clears[-1] :] if clears else events:
             if isinstance(event, BlockStored):
                 yield from self._store(event)
             elif isinstance(event, BlockRemoved):
                 yield from self._remove(event)
-            elif isinstance(event, AllBlocksCleared):
-                yield from self._clear()
+            else:
+                self._held.clear()
+                self._behind.clear()
+                yield _Change("cleared")
 
     def _store(self, event: BlockStored) -> Iterator[_Change]:
         medium = None if event.medium is None else self._media.get(event.medium)
         if medium is None:
             return
-        if not self._is_ours(event):
-            self.left_out += len(event.block_hashes)
-            return
-        tokens, before = self._tokens(event), self._before(event)
-        for position, value in enumerate(event.block_hashes):
+        parent = event.parent_block_hash
+        before = None if parent is None else canonical_hash(parent)
+        for value, tokens in zip(event.block_hashes, self._tokens(event), strict=True):
             block_hash = canonical_hash(value)
             block = self._held.get(block_hash)
-            if len(event.token_ids):
-                computed = (
-                    before and tokens and self._computed(block_hash, *before, tokens[position])
-                )
-                block = (block or computed) if computed else None
-            if block is None:
-                before = None
+            if block is None or len(event.token_ids):
+                made = self._made(event, block_hash, before, tokens)
+                if block is None:
+                    block = self._hold(block_hash, made)
+                elif not block.lost and (made.lost or made.parent != block.parent):
+                    block = made  # which is not held: it is told as what it is not
+            before = block_hash
+            block.media |= self._bits[medium]
+            if block.told:
+                yield _Change("stored", block_hash, block, medium)
+            elif self._can_be_told(block):
+                yield from self._tell(block_hash)
+            else:
                 self.left_out += 1
-                continue
-            before = block.digest, block.space
-            self._held[block_hash] = block
-            if medium not in block.media:
-                block.media = (*block.media, medium)
-            yield _Change("stored", block_hash, block, medium)
 
     def _remove(self, event: BlockRemoved) -> Iterator[_Change]:
         medium = None if event.medium is None else self._media.get(event.medium)
@@ -236,66 +256,142 @@ class StoreSpeller:
             block = self._held.get(block_hash)
             if block is None:
                 continue
-            gone = tuple(text for text in block.media if medium in (None, text))
-            block.media = tuple(text for text in block.media if text not in gone)
-            if not block.media:
-                del self._held[block_hash]
+            gone = [text for text in self._on(block) if medium in (None, text)]
             for text in gone:
-                yield _Change("removed", block_hash, block, text)
-            for text in block.media if gone else ():
-                yield _Change("stored", block_hash, block, text)
+                block.media &= ~self._bits[text]
+            if not block.media:
+                yield from self._hide_behind(block_hash)
+                self._forget(block_hash, block)
+            if block.told and gone:
+                for text in gone:
+                    yield _Change("removed", block_hash, block, text)
+                for text in self._on(block):
+                    yield _Change("stored", block_hash, block, text)
 
-    def _clear(self) -> Iterator[_Change]:
-        held, self._held = self._held, {}
-        for block_hash, block in reversed(held.items()):
-            for text in block.media:
-                yield _Change("removed", block_hash, block, text)
-        yield _Change("cleared")
+    def _hold(self, block_hash: BlockHash, block: _Block) -> _Block:
+        self._held[block_hash] = block
+        if block.parent is not None:
+            self._behind.add(block.parent, block_hash)
+        return block
+
+    def _forget(self, block_hash: BlockHash, block: _Block) -> None:
+        del self._held[block_hash]
+        if block.parent is not None:
+            self._behind.discard(block.parent, block_hash)
+
+    def _on(self, block: _Block) -> list[str]:
+        """The media that a block is on; their order is fixed."""
+        return [text for text, bit in self._bits.items() if block.media & bit]
+
+    def _can_be_told(self, block: _Block) -> bool:
+        if not block.digest:
+            return False
+        parent = None if block.parent is None else self._held.get(block.parent)
+        return block.parent is None or (parent is not None and parent.told)
+
+    def _tell(self, first: BlockHash) -> Iterator[_Change]:
+        """Tell a block, which can be told, and those behind it that waited for it."""
+        left = [first]
+        while left:
+            block_hash = left.pop()
+            block = self._held[block_hash]
+            block.told = True
+            for text in self._on(block):
+                yield _Change("stored", block_hash, block, text)
+            for name in reversed(self._behind.of(block_hash)):
+                behind = self._held[name]
+                if behind.tokens is not None:
+                    self._complete(name, behind, block)
+                if behind.digest:
+                    left.append(name)
+
+    def _hide_behind(self, first: BlockHash) -> Iterator[_Change]:
+        """Remove what is told of the blocks behind one, those that are behind others first."""
+        hidden: list[BlockHash] = []
+        left = [first]
+        while left:
+            told = [name for name in self._behind.of(left.pop()) if self._held[name].told]
+            hidden += told
+            left += told
+        self.left_out += len(hidden)
+        for name in reversed(hidden):
+            block = self._held[name]
+            block.told = False
+            for text in self._on(block):
+                yield _Change("removed", name, block, text)
 
     # ---------------------------------------------------------------------------------- digests
 
-    def _before(self, event: BlockStored) -> tuple[bytes, _Space] | None:
-        """The digest that the first block's is made with, and the namespace of all of them."""
-        if event.parent_block_hash is not None:
-            parent = self._held.get(canonical_hash(event.parent_block_hash))
-            return None if parent is None else (parent.digest, parent.space)
+    def _made(
+        self,
+        event: BlockStored,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        tokens: TokenBytes | None,
+    ) -> _Block:
+        """A block of an event. `tokens`: None if it is none of ours."""
+        block = _Block(parent)
+        if tokens is None:
+            return block
+        if parent is None:
+            self._complete(block_hash, block, self._root(event), tokens)
+            return block
+        before = self._held.get(parent)
+        if before is None or before.tokens is not None:
+            block.tokens = tokens
+        else:
+            self._complete(block_hash, block, before, tokens)
+        return block
+
+    def _complete(
+        self,
+        block_hash: BlockHash,
+        block: _Block,
+        parent: _Block,
+        tokens: TokenBytes | None = None,
+    ) -> None:
+        """Give a block its digest, if there is one."""
+        tokens, block.tokens = tokens or block.tokens, None
+        space = parent.space
+        if space is None or tokens is None:
+            return
+        digest = next(block_digests(parent.digest, tokens, self._block_size))
+        if wire_hash(digest, space.hash_seed) == block_hash:
+            block.digest, block.space = digest, space
+
+    def _root(self, event: BlockStored) -> _Block:
+        """What stands before a prompt's first block."""
         try:
             namespace = Namespace(event.lora_name, event.cache_salt, event.extra_key)
         except (TypeError, ValueError):
-            return None
+            return _Block(None)
         space = _Space(
             namespace.lora_name,
             namespace.cache_salt,
             namespace_seed(namespace, self._hash_format),
             namespace_seed(namespace, HashFormat.SGLANG),
         )
-        return chain_seed(namespace), space
+        return _Block(None, chain_seed(namespace), space)
 
-    def _is_ours(self, event: BlockStored) -> bool:
-        """False for what our hashes do not cover, whatever the hash is."""
-        return (
-            event.block_size == self._block_size
-            and (event.lora_id is None or bool(event.lora_name))
-            and not any(event.extra_keys or ())
-            and not event.group_idx
-        )
-
-    def _tokens(self, event: BlockStored) -> list[TokenBytes]:
-        """Those of each block; none where they are not all tokens of all blocks."""
+    def _tokens(self, event: BlockStored) -> list[TokenBytes | None]:
+        """Those of each block; None for what our hashes do not cover, whatever the hash is."""
+        blocks, step = len(event.block_hashes), self._block_size * TOKEN_BYTES
+        none: list[TokenBytes | None] = [None] * blocks
+        if event.block_size != self._block_size or event.group_idx:
+            return none
+        if event.lora_id is not None and not event.lora_name:
+            return none
         try:
             packed = pack_tokens(event.token_ids)
         except (TypeError, ValueError):
-            return []
-        step = self._block_size * TOKEN_BYTES
-        if len(packed) != len(event.block_hashes) * step:
-            return []
-        return [TokenBytes(packed[at : at + step]) for at in range(0, len(packed), step)]
-
-    def _computed(
-        self, block_hash: BlockHash, parent: bytes, space: _Space, tokens: TokenBytes
-    ) -> _Block | None:
-        digest = next(block_digests(parent, tokens, self._block_size))
-        return _Block(digest, space) if wire_hash(digest, space.hash_seed) == block_hash else None
+            return none
+        if len(packed) != blocks * step:
+            return none
+        keys = event.extra_keys or none
+        return [
+            None if key else TokenBytes(packed[at * step : (at + 1) * step])
+            for at, key in enumerate(keys)
+        ]
 
     # ------------------------------------------------------------------------------------- maps
 
@@ -315,10 +411,10 @@ class StoreSpeller:
             "tenant_id": "default",
             "backend_id": self._worker_id,
         }
-        if block is None or block_hash is None:
+        if block is None or block_hash is None or space is None:
             yield {**head, "medium": None, "dp_rank": self._dp_rank}
             return
-        digest = page_key(block.digest, block.space.page_seed).hex()
+        digest = page_key(block.digest, space.page_seed).hex()
         tail: dict[str, Any] = {"base_block_idx": None}
         if event_type == "stored":
             tail |= {"parent_hash": None, "token_ids": None, "parent_block_hash": None}

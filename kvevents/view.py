@@ -6,7 +6,7 @@ V2  A block whose namespace the dialect cannot tell is left out, and so is every
 V3  What is told is a function of what is held, not of how it came to be: the state told anew, from
     AllBlocksCleared on, gives the same.
 V4  Events that need no change come out as the same objects; where all are told as they are, so does the
-    list.
+    list. Where a dialect leaves tokens out, no token comes out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvevents.pieces import piece_of
 
 __all__ = ["View"]
 
+_NO_TOKENS: tuple[int, ...] = ()
 _BIT = {medium: 1 << position for position, medium in enumerate(StorageMedium)}
 
 
@@ -42,9 +43,12 @@ class View:
         """Of blocks on media told as one with others: bits of those they are on."""
         self._hidden: dict[BlockHash, int] = {}
         """Of blocks that are left out for their namespace: bits of the media they are on."""
+        self._redacts = not dialect.token_ids and dialect.event_form != "mooncake"
+        """Whether tokens are left out. A store's objects have none, and are named by them."""
         self.left_out = 0
         """Events of which nothing was told."""
-        self.plain = len(self._group) == len(StorageMedium) and not self._unspoken
+        whole = len(self._group) == len(StorageMedium) and not self._unspoken
+        self.plain = whole and not self._redacts
         """Whether every event is told as it is."""
 
     def apply(self, events: list[Event]) -> list[Event]:
@@ -64,7 +68,7 @@ class View:
                     self._hidden.clear()
                     told.append(event)
             self.left_out += len(told) == before
-        return told
+        return [_redacted(event) for event in told] if self._redacts else told
 
     def _store(self, event: BlockStored) -> Iterator[Event]:
         medium = _medium(event)
@@ -134,6 +138,12 @@ class View:
         """Note that a block has left `medium`; whether it is on another that is told as the same."""
         _drop(self._media, block_hash, _BIT[medium])
         return bool(self._media.get(block_hash, 0) & self._group[self._told[medium]])
+
+
+def _redacted(event: Event) -> Event:
+    if not isinstance(event, BlockStored) or not len(event.token_ids):
+        return event
+    return msgspec.structs.replace(event, token_ids=_NO_TOKENS)
 
 
 def _drop(media: dict[BlockHash, int], block_hash: BlockHash, bit: int) -> None:

@@ -125,15 +125,9 @@ class Core:
         return range(len(self._sinks))
 
     def _first_seq(self, number: int) -> int:
-        """Where a sink goes on of which nothing but the seq is known.
-
-        Objects of a store that were told before cannot be named any more, and no word makes all of its
-        consumers forget them; but a missing seq does.
-        """
+        """Where a sink goes on of which nothing but the seq is known."""
         kept = self._seqs[number]
-        found = kept.found or 0 if kept else 0
-        skips = found > 0 and self._sinks[number].event_form == "mooncake"
-        return found + 1 if skips else found
+        return kept.found or 0 if kept else 0
 
     def _check_seqs(self, *, may_reset: bool) -> None:
         """Notice the files that should say something and do not."""
@@ -232,12 +226,12 @@ class Core:
             for events in _until(deadline, state.snapshot(SNAPSHOT_BLOCKS)):
                 whole.apply(events)
         for key, output in outputs.items():
-            if output.tells_all:
+            if known[key].telling:
+                output.await_snapshot()  # which begins with AllBlocksCleared
+            elif output.tells_all:
                 output.load_index(whole.fork())
             else:
                 output.load(_until(deadline, state.snapshot(SNAPSHOT_BLOCKS)))
-            if known[key].telling:
-                output.await_snapshot()
         theirs = [outputs.get((sink.name, sink.spelling)) for sink in head.sinks]
         self._replay(_until(deadline, found.entries), replica, theirs)
         for number, key in enumerate(ours):

@@ -20,7 +20,6 @@ _DEFAULTS: Data = {
     "add_dp_rank": True,
     "buffer_steps": 10_000,
     "hwm": 100_000,
-    "topic": "",
 }
 _THEIR_OWN = (
     "publisher",

@@ -42,7 +42,8 @@ Step: TypeAlias = Input | Ask
 class RelayStats:
     """Counts since the start, of batches but for `gaps` (holes), `restarts` and `malformed` (messages).
 
-    `received`: came live. `lost`: could not be had.
+    `received`: came live. `lost`: could not be had. `unanswered`: replays of which nothing came in time;
+    `given_up`: holes, or beginnings, that were passed over for that.
     """
 
     received: int = 0
@@ -51,6 +52,8 @@ class RelayStats:
     lost: int = 0
     restarts: int = 0
     malformed: int = 0
+    unanswered: int = 0
+    given_up: int = 0
 
 
 class _Why(Enum):
@@ -203,6 +206,7 @@ class EngineStream:
         self._why, self._failures = None, 0
         if why in (_Why.PROBE, _Why.REPAIR):
             return []
+        self.stats.given_up += 1
         steps = [] if self._same_run else self._restarted()
         self._diverged = True
         return steps + self._resume(gave_up=True)

@@ -13,15 +13,19 @@ F5  Of a hybrid model's KV cache groups one comes out, the main one, and without
     group stores or removes touches nothing. The main group is the first that is told to be of full
     attention; until one is, it is group 0. Events without a group are always of the main one.
 F6  Of blocks that the engine says are not its own nothing comes out.
+F7  A held block is what it was when it came: the same parent, tokens, namespace, adapter and extra keys
+    are told of it on every medium, whatever the engine says meanwhile.
+F8  What comes out depends on what is held, not on how it came to be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
+from kvevents.behind import Behind
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.extra_keys import check_extra_keys
 from kvevents.hashing import BlockHash, canonical_hash
@@ -29,7 +33,7 @@ from kvevents.index import Block, BlockIndex
 from kvevents.merge import merge_events
 from kvevents.namespace import Namespace
 from kvevents.pieces import piece_of
-from kvevents.tokens import pack_tokens
+from kvevents.tokens import TOKEN_BYTES, pack_tokens
 
 __all__ = ["ForeignCounts", "ForeignState"]
 
@@ -73,8 +77,7 @@ class _Index(BlockIndex):
 
     def __init__(self) -> None:
         super().__init__()
-        self._behind: dict[BlockHash, BlockHash | set[BlockHash]] = {}
-        """The blocks right behind one; mostly there is only one."""
+        self._behind = Behind()
 
     def clear(self) -> None:
         super().clear()
@@ -82,25 +85,13 @@ class _Index(BlockIndex):
 
     def _put(self, block_hash: BlockHash, block: Block) -> None:
         BlockIndex._put(self, block_hash, block)
-        parent = block.parent
-        if parent is None:
-            return
-        first = self._behind.setdefault(parent, block_hash)
-        if first is block_hash:
-            return
-        if isinstance(first, set):
-            first.add(block_hash)
-        else:
-            self._behind[parent] = {first, block_hash}
+        if block.parent is not None:
+            self._behind.add(block.parent, block_hash)
 
     def _drop(self, block_hash: BlockHash, block: Block) -> None:
         super()._drop(block_hash, block)
-        self._behind.pop(block_hash, None)  # nothing is behind it any more (F2)
-        siblings = None if block.parent is None else self._behind.get(block.parent)
-        if isinstance(siblings, set):
-            siblings.discard(block_hash)
-        elif siblings == block_hash and block.parent is not None:
-            del self._behind[block.parent]
+        if block.parent is not None:
+            self._behind.discard(block.parent, block_hash)
 
     def with_behind(self, block_hashes: Iterable[BlockHash]) -> list[BlockHash]:
         """These blocks, which are held, and all behind them, each before its parent."""
@@ -115,8 +106,7 @@ class _Index(BlockIndex):
             block_hash = left.pop()
             if block_hash not in found:
                 found[block_hash] = None
-                behind = self._behind.get(block_hash, ())
-                left += behind if isinstance(behind, (set, tuple)) else (behind,)
+                left += self._behind.of(block_hash)
         return found
 
     def block(self, block_hash: BlockHash) -> Block | None:
@@ -152,7 +142,7 @@ class ForeignState:
         return self._index
 
     def apply(self, events: Iterable[Event]) -> list[Event]:
-        """Take an engine's events, in order; those to publish (F1-F4). Never raises for what they say."""
+        """Take an engine's events, in order; those to publish (F1-F8). Never raises for what they say."""
         told: list[Event] = []
         for event in events:
             if not isinstance(event, AllBlocksCleared) and event.locality not in _LOCAL:
@@ -205,7 +195,7 @@ class ForeignState:
         hashes = [canonical_hash(value) for value in event.block_hashes]
         raw_parent = event.parent_block_hash
         parent = None if raw_parent is None else canonical_hash(raw_parent)
-        medium = StorageMedium.GPU if event.medium is None else event.medium
+        medium = _medium(event)
         told: list[Event]
         if not self._is_of_our_size(event):
             return []
@@ -216,7 +206,7 @@ class ForeignState:
         else:
             event = _plain(event, hashes, parent, medium)
             runs = self._new_runs(hashes, parent, _BITS[medium])
-            told = [piece_of(event, start, stop) for start, stop in runs]
+            told = [piece for run in runs for piece in self._as_held(event, *run)]
         self._index.apply(told)
         return told
 
@@ -244,6 +234,20 @@ class ForeignState:
             sound = False
         self.counts.malformed += 0 if sound else len(hashes)
         return sound
+
+    def _as_held(self, event: BlockStored, start: int, stop: int) -> Iterator[Event]:
+        """Those of its blocks; which are held already as what they are held (F7)."""
+        names = [canonical_hash(value) for value in event.block_hashes[start:stop]]
+        held = [(at, self._index.block(name)) for at, name in enumerate(names, start)]
+        told = _blocks_of(event) if any(block for _, block in held) else []
+        for at, block in held:
+            if block is not None and block._replace(media=0) != told[at]:
+                if start < at:
+                    yield piece_of(event, start, at)
+                yield self._index.told_on(names[at - stop], _medium(event))
+                start = at + 1
+        if start < stop:
+            yield piece_of(event, start, stop)
 
     def _told_without_tokens(self, hashes: list[BlockHash], medium: StorageMedium) -> list[Event]:
         """Blocks that come to `medium` from another, told by their hashes alone and in any order, as
@@ -327,6 +331,30 @@ class ForeignState:
             gone = self._index.media_of(name) & ~media
             told += [BlockRemoved([name], medium) for medium, bit in _BITS.items() if gone & bit]
         return merge_events(told)
+
+
+def _medium(event: BlockStored) -> StorageMedium:
+    return StorageMedium.GPU if event.medium is None else event.medium
+
+
+def _blocks_of(event: BlockStored) -> list[Block]:
+    """Each of its blocks, as told; on no medium."""
+    namespace = Namespace(event.lora_name, event.cache_salt, event.extra_key)
+    names: list[int | bytes | None] = [event.parent_block_hash, *event.block_hashes]
+    parents = [None if name is None else canonical_hash(name) for name in names[:-1]]
+    keys = event.extra_keys or [None] * len(parents)
+    packed, step = pack_tokens(event.token_ids), event.block_size * TOKEN_BYTES
+    return [
+        Block(
+            parent,
+            packed[at * step : (at + 1) * step],
+            keys[at] or None,
+            namespace,
+            event.lora_id,
+            0,
+        )
+        for at, parent in enumerate(parents)
+    ]
 
 
 def _plain(

@@ -71,7 +71,7 @@ class Loop:
         self._resyncs_asked = 0
         self._journal_failure: str | None = None
         self._block_size_logged = False
-        self._restarts_logged = 0
+        self._restarts_logged = self._unanswered_logged = self._given_up_logged = 0
         self._throttle = Throttle(_LOG_INTERVAL_S)
         self._silence = SilenceWatch(_SILENCE_S, time.monotonic())
         self._own_sockets: list[int | zmq.Socket[bytes]] = [signals.fd]
@@ -235,7 +235,9 @@ class Loop:
 
     def _last_words(self) -> None:
         """The worker is gone: publish what it left, say so, and stay a while for replays."""
-        _log.info("worker %s is gone", self._status.worker.worker_id or "")
+        _log.info(
+            "the worker%s is gone", f" {name}" if (name := self._status.worker.worker_id) else ""
+        )
         self._status.source.worker_up = self._status.ready = False
         until = time.monotonic() + _DRAIN_S
         self._more = True
@@ -305,6 +307,16 @@ class Loop:
         """Log it when the engine comes, goes or was started over."""
         if source.connected != self._status.source.worker_up:
             _log.info("the engine is %s", "connected" if source.connected else "not connected")
+            if source.connected and source.replay_endpoint is None:
+                _log.info("relay.replay_endpoint: none: what the engine told before is unknown")
+        stats, where = source.stats, source.replay_endpoint
+        if stats.given_up != self._given_up_logged:
+            self._given_up_logged, self._unanswered_logged = stats.given_up, stats.unanswered
+            _log.warning("relay.replay_endpoint: %s: given up; what is missing is unknown", where)
+        elif stats.unanswered != self._unanswered_logged:
+            self._unanswered_logged = stats.unanswered
+            if self._throttle.take("replay", time.monotonic()) is not None:
+                _log.warning("relay.replay_endpoint: %s does not answer; live batches wait", where)
         if source.stats.restarts != self._restarts_logged:
             self._restarts_logged = source.stats.restarts
             _log.warning("the engine has started over: all blocks are cleared")

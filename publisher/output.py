@@ -1,6 +1,7 @@
 """One sink's stream, without its sockets: what is told, numbering, what is retained, telling it anew.
 
-O1  Every batch has the next seq, and is in the retained log.
+O1  Every batch has the next seq, and is in the retained log; so is an empty one that is not sent, where
+    the form wants a seq to be missing before AllBlocksCleared.
 O2  What a sink makes of itself (heartbeats, the state told anew, a merged batch) is said in journal
     entries; the inputs say the rest. So `replay_entry` and `tell` with the same inputs give the same
     batches, byte for byte.
@@ -253,6 +254,8 @@ class Output:
 
     def _add(self, ts: float, events: list[Event]) -> Frame:
         """`events`: as told."""
+        if self._speller.clears_by_gap and AllBlocksCleared() in events:
+            self.log.append(self._speller.spell(ts, []), [])  # retained, and never sent
         payload = self._speller.spell(ts, events)
         return Frame(self.log.append(payload, events), payload, ts, events)
 

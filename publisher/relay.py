@@ -79,6 +79,11 @@ class RelaySource:
         self._first_probe_s = self._probe_s = probe_s
 
     @property
+    def replay_endpoint(self) -> str | None:
+        """Where replays are asked for."""
+        return self._config.replay_endpoint
+
+    @property
     def stats(self) -> RelayStats:
         """Counts since the start."""
         return self._stream.stats
@@ -203,6 +208,7 @@ class RelaySource:
             self._gone_at = _INF
             self._act(self._stream.gone())
         if now >= self._replay_at:
+            self.stats.unanswered += 1
             self._act(self._stream.failed())
         if now >= self._probe_at:
             self._probe_s = min(_LONGEST_PROBE_S, self._probe_s * 2)

@@ -273,10 +273,10 @@ def _state_folder(
 def _say_started(core: Core, sinks: list[Sink], config: SidecarConfig, front: Front) -> None:
     for sink in sinks:
         _log.info(
-            "sink %s publishes on %s, replays on %s",
+            "sink %s publishes on %s, %s",
             sink.status.name,
             sink.bound.endpoint,
-            sink.bound.replay_endpoint,
+            f"replays on {where}" if (where := sink.bound.replay_endpoint) else "has no replay",
             extra=fields(next_seq=sink.output.next_seq, start="warm" if core.warm else "cold"),
         )
     if front.endpoint is not None:

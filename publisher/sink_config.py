@@ -153,10 +153,9 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         for medium, text in self.media.items():
             if text is not None:
                 check_text(f"media.{medium}", text)
-                if not 0 < len(text) <= _MEDIUM_LENGTH:
-                    raise ConfigError(
-                        f"media.{medium}: {shown(text)} is not of 1..{_MEDIUM_LENGTH} characters"
-                    )
+                if not 0 < len(text) <= _MEDIUM_LENGTH or not text.isprintable():
+                    bound = f"1..{_MEDIUM_LENGTH} characters that can be printed"
+                    raise ConfigError(f"media.{medium}: {shown(text)} is not of {bound}")
         told = [medium for medium, text in self.media.items() if text is not None]
         if not told:
             raise ConfigError("media: at least one is needed, or the sink tells nothing")
@@ -172,10 +171,10 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
                 )
         if self.blocks_per_event is not None:
             check_int("blocks_per_event", self.blocks_per_event, 1)
+        check_text("object_key", self.object_key)
         if self.event_form == "mooncake":
             self._check_store(told)
-        if self.replay_frames not in (3, 4):
-            raise ConfigError(f"replay_frames: {shown(self.replay_frames)} is neither 3 nor 4")
+        check_int("replay_frames", self.replay_frames, 3, 4)
         if self.replay_padding is not None:
             check_int("replay_padding", self.replay_padding, 0)
         check_flag("reset_sentinel", self.reset_sentinel)

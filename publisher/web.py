@@ -410,13 +410,24 @@ def _readyz(status: SidecarStatus) -> Answer:
     return HTTPStatus.OK, _TEXT, b"ok\n"
 
 
+_ASKERS = {
+    "/kv_event_sources": ("vllm-router", "vllm"),
+    "/server_info": ("sgl-router", "sglang"),
+    "/get_server_info": ("vllm-router", "sglang"),
+}
+"""The dialects of those who look for sinks at a path, the likelier first."""
+
+
 def _discovery(path: str, names: list[str] | None, status: SidecarStatus) -> Answer:
-    """Of the sink asked for by name; without a name, of the first."""
+    """Of the sink asked for by name; without a name, of the first that is for those who ask here, or else
+    of the first.
+    """
     sinks = [sink for sink in status.sinks if names is None or sink.name in names]
     if names is not None and not sinks:
         return HTTPStatus.NOT_FOUND, _TEXT, b"no such sink\n"
     make = kv_event_sources if path == "/kv_event_sources" else server_info
-    return _json(make(status, sinks[0] if sinks else None))
+    theirs = [sink for dialect in _ASKERS[path] for sink in sinks if sink.dialect == dialect]
+    return _json(make(status, next(iter((*theirs, *sinks)), None)))
 
 
 def _json(document: dict[str, Any]) -> Answer:

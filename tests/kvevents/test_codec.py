@@ -28,6 +28,7 @@ from kvevents import (
     encode_batch,
     pack_tokens,
 )
+from kvevents.codec import Decoded
 from kvevents.store_form import StoreSpeller
 
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -539,16 +540,16 @@ def test_an_object_may_be_named_by_its_page() -> None:
     told: list[Event] = [
         BlockStored([first, second], None, [1, 2, 3, 4], 2, None, EXTERNAL),
         BlockStored([first], None, [1, 2], 2, None, DISK),
-        BlockRemoved([first], DISK),
-        AllBlocksCleared(),
     ]
     decoded = decode_batch(speller.spell(1790841000.0, told))
     assert decoded.skipped == ()
     index = BlockIndex()
-    index.apply(decoded.batch.events[:3])
+    index.apply(decoded.batch.events)
     assert index.resident[EXTERNAL] == {first, second}
     assert index.resident[DISK] == {first}
-    index.apply(decoded.batch.events[3:])
+    for event in (BlockRemoved([first], DISK), AllBlocksCleared()):
+        index.apply(decode_batch(speller.spell(1790841000.0, [event])).batch.events)
+        assert not index.resident[DISK]
     assert len(index) == 0
     assert decoded.batch.ts == 1790841000.0
 
@@ -582,6 +583,30 @@ def test_an_object_that_names_no_blocks_costs_only_itself(bad: Any, reason: str)
     decoded = from_the_master(master_event("removed", 1), bad, master_event("removed", 2))
     assert decoded.batch.events == [BlockRemoved([1], EXTERNAL), BlockRemoved([2], EXTERNAL)]
     assert [(it.position, it.reason[: len(reason)]) for it in decoded.skipped] == [(1, reason)]
+
+
+@pytest.mark.parametrize("ts", [0.0, 12345.0, 99_999_999.0, 1790841000.0])
+def test_a_stores_batch_is_known_by_its_events(ts: float) -> None:
+    """Whatever its time: an engine may have a clock of its own."""
+    space = {"block_size": 2, "hash_format": HashFormat.SGLANG, "model": "m", "worker_id": "w"}
+    speller = StoreSpeller(0, media={DISK: "disk"}, **space)  # type: ignore[arg-type]
+    (name,) = block_hashes([1, 2], 2)
+    for event, read in (
+        (BlockStored([name], None, [1, 2], 2, medium=DISK), BlockStored([name], None, [], 2)),
+        (BlockRemoved([name], DISK), BlockRemoved([name])),
+    ):
+        decoded = decode_batch(speller.spell(ts, [event]))
+        assert decoded == Decoded(KVEventBatch(ts, [replace(read, medium=DISK)], 0))
+    cleared = speller.spell(ts, [AllBlocksCleared()])
+    assert decode_batch(cleared).batch == KVEventBatch(ts, [AllBlocksCleared()], 0)
+
+
+def test_the_words_alone_make_no_store() -> None:
+    """An adapter may be called as the key is; a value that cannot be read costs only itself."""
+    event = replace(stored(), lora_name="event_type")
+    assert decode_batch(pack([7, [event], 0])) == Decoded(KVEventBatch(7.0, [event], 0))
+    broken = b"\x93\x07\x92\xa1\xff" + pack(event) + b"\0"
+    assert decode_batch(broken).batch == KVEventBatch(7.0, [event], 0)
 
 
 def test_other_events_in_a_batch_of_milliseconds() -> None:

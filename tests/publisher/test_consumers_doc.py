@@ -73,5 +73,5 @@ def test_every_configuration_is_one() -> None:
             assert [sink.dialect for sink in config.sinks] == [heading]
     (top,) = re.findall(r"```toml\n(.*?)```", DOC.read_text().split("\n## ")[0], re.DOTALL)
     config = read_config(SidecarConfig, tomllib.loads(top))
-    assert [sink.dialect for sink in config.sinks] == ["dynamo", "aibrix"]
+    assert [sink.dialect for sink in config.sinks] == ["aibrix", "dynamo"]
     assert all("```toml" in section(name) for name in DIALECTS)

@@ -22,6 +22,7 @@ from kvevents import (
     encode_batch,
 )
 from kvevents.index import Oddities
+from kvevents.pieces import piece_of
 from publisher.foreign import ForeignCounts, ForeignState, Groups
 
 SIZE = 2
@@ -362,6 +363,17 @@ def test_the_last_of_many_goes_with_the_first() -> None:
     assert len(state.index) == 0
 
 
+def test_what_goes_with_a_block_goes_in_one_order() -> None:
+    """Whatever came when: a state that is built from another has the same told."""
+    for again in ([], [8], [16], [8, 16], [16, 8]):
+        state = ForeignState(SIZE)
+        blocks = {h: store([1], 5, block_hashes=[h]) for h in (16, 8)}
+        state.apply([store([1], block_hashes=[5]), *blocks.values()])
+        for name in again:
+            state.apply([remove([name]), blocks[name]])
+        assert removals(state.apply([remove([5])])) == [(GPU, 8), (GPU, 16), (GPU, 5)]
+
+
 def test_parents_outlive_their_children_whatever_media_a_removal_is_of() -> None:
     """A removal without a medium is told in an order in which no block is without its parent."""
     state = after(store([1, 2]), store([2], parent=1, medium=CPU))
@@ -451,6 +463,40 @@ def test_a_namespace_stays_with_every_run() -> None:
         store([1], **names),
         store([3], parent=2, **names),
     ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cache_salt": "s"},
+        {"lora_name": "a"},
+        {"lora_id": 4},
+        {"extra_key": "k"},
+        {"extra_keys": [["k"], ["k"], ["k"]]},
+        {"token_ids": [9] * 6},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_held_block_is_told_as_it_is_held(change: dict[str, Any]) -> None:
+    """F7: whatever the engine says of it on another medium. What is new is told as the engine says."""
+    state = after(store([1, 2]))
+    state.apply([remove([2])])
+    told = state.apply([store([1, 2, 3], medium=CPU, **change)])
+    new = store([1, 2, 3], medium=CPU, **change)
+    assert told == [store([1], medium=CPU), piece_of(new, 1, 3)]
+    again = after(store([1]), store([1], medium=CPU), piece_of(replace(new, medium=GPU), 1, 3))
+    assert again.apply([store([1, 2], medium=CPU)]) == [piece_of(new, 1, 2)]
+
+
+def test_a_held_block_keeps_its_parent() -> None:
+    """F7: also where the engine puts another before it; the session is the engine's, not the block's."""
+    state = after(store([1, 2]), store([3]))
+    assert state.apply([store([3, 2], medium=CPU)]) == [
+        store([3], medium=CPU),
+        store([2], parent=1, medium=CPU),
+    ]
+    told = store([1], medium=DISK, session_id="x")
+    assert state.apply([told]) == [told]
 
 
 def test_extra_keys_stay_with_their_blocks() -> None:

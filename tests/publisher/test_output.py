@@ -17,6 +17,7 @@ from kvevents import (
     AllBlocksCleared,
     BlockIndex,
     BlockRemoved,
+    BlockStored,
     Event,
     KVEventsError,
     StorageMedium,
@@ -444,3 +445,23 @@ def test_a_clock_that_stands_still() -> None:
     assert [first.seq, second.seq] == [0, 1]
     assert decode_batch(first.payload).batch.events == CLEAR
     assert decode_batch(second.payload).batch.events == []
+
+
+def test_what_is_left_out_is_not_kept() -> None:
+    """Without `token_ids` the log keeps none: `buffer_bytes` bounds what it takes."""
+    bench = Bench(dialect=Dialect(token_ids=False))
+    stored = BlockStored([1], None, [5] * BLOCK_SIZE, BLOCK_SIZE, medium=GPU)
+    (frame,) = bench.output.tell(Told(1.0, [stored]), 0.0)
+    assert [list(one.token_ids) for one in frame.events if isinstance(one, BlockStored)] == [[]]
+    assert list(stored.token_ids) == [5] * BLOCK_SIZE
+
+
+def test_a_seq_is_missing_before_a_clear_for_those_who_forget_by_it() -> None:
+    """mooncake-store: an empty batch has the seq, and a replay tells it; it is not sent."""
+    bench = Bench(dialect=PRESETS["mooncake-store"].dialect)
+    first = bench.output.own(1.0, CLEAR)
+    (told,) = bench.output.tell(Told(2.0, CLEAR), 0.0)
+    assert (first.seq, told.seq) == (1, 3)
+    kept = retained(bench.output)
+    assert [seq for seq, _ in kept] == [0, 1, 2, 3]
+    assert [msgspec.msgpack.decode(payload)[1] for _, payload in kept][::2] == [[], []]

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import zmq
-from publisher_rig import LOOPBACK, PATIENCE_S, RawPublisher, open_fds, payload_of
+from publisher_rig import (
+    LOOPBACK,
+    PATIENCE_S,
+    RawPublisher,
+    open_fds,
+    payload_of,
+    start_kvevents,
+)
 
 from kvevents import AllBlocksCleared
 from kvevents.codec import decode_batch
@@ -417,3 +425,23 @@ def test_nothing_is_left_open() -> None:
             asked(first, relay, 0)
         relay.until(lambda: not relay.source.connected)
     assert open_fds() == before
+
+
+@pytest.mark.integration
+def test_a_replay_endpoint_where_nobody_answers_is_named() -> None:
+    """The log says that live batches wait, and for whom."""
+    with RawPublisher() as engine:
+        engine.router.unbind(engine.replay_endpoint)
+        command = (
+            *("serve", "--relay", engine.endpoint, "--block-size", "2", "--http-endpoint", "none"),
+            *("--relay-replay-endpoint", engine.replay_endpoint, "--endpoint", LOOPBACK),
+            *("--replay-endpoint", "none"),
+        )
+        with start_kvevents(f"silent replay {os.getpid()}", *command) as process:
+            assert process.stderr is not None
+            engine.await_subscriber()
+            lines: list[str] = []
+            while "does not answer; live batches wait" not in "".join(lines):
+                lines.append(process.stderr.readline())
+                assert lines[-1], "it ended"
+        assert engine.replay_endpoint in lines[-1]

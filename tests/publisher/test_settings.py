@@ -431,6 +431,18 @@ EVERY_KEY = """{
         ),
         ('{"publisher": "zmq", "format": "default", "bind": null}', ENGINES),
         (
+            '{"endpoint": "tcp://*:5557", "dialect": "kthena"}',
+            SinkConfig(
+                dialect="kthena", endpoint="tcp://*:5557", replay_endpoint=None, add_dp_rank=True
+            ),
+        ),
+        (
+            '{"endpoint": "tcp://*:5557", "format": "dynamo"}',
+            SinkConfig(
+                dialect="dynamo", endpoint="tcp://*:5557", replay_endpoint=None, add_dp_rank=True
+            ),
+        ),
+        (
             '{"publisher": "zmq", "bind": true, "endpoint": "tcp://127.0.0.1:5557"}',
             SinkConfig(replay_endpoint=None),
         ),

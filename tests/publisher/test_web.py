@@ -428,3 +428,14 @@ def test_secrets_are_nowhere_to_be_read() -> None:
             body = get(server, path)[2].lower()
             assert b"secret" not in body
             assert b"token_ids" not in body
+
+
+def test_who_asks_finds_the_sink_of_its_dialect() -> None:
+    """Wherever it stands among the sinks; without one of its own, the first."""
+    status = full_status()
+    first, second, *_ = status.sinks
+    status.sinks = (replace(first, dialect="llm-d"), replace(second, dialect="vllm-router"))
+    with serving(status) as server:
+        assert get_json(server, "/kv_event_sources")["1"]["topic"] == second.topic
+        assert get_json(server, "/get_server_info")["kv_events"]["topic"] == second.topic
+        assert get_json(server, "/server_info")["kv_events"]["topic"] == first.topic

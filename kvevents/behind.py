@@ -1,0 +1,46 @@
+"""Which blocks come right after which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvevents.hashing import BlockHash
+
+__all__ = ["Behind"]
+
+
+class Behind:
+    """The blocks right behind a block; mostly there is only one.
+
+    What it says does not depend on how it came to be: blocks come out in the order of their hashes.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[BlockHash, BlockHash | set[BlockHash]] = {}
+
+    def of(self, parent: BlockHash) -> Sequence[BlockHash]:
+        """Those right behind `parent`."""
+        found = self._of.get(parent)
+        if found is None:
+            return ()
+        return sorted(found) if isinstance(found, set) else (found,)
+
+    def add(self, parent: BlockHash, block_hash: BlockHash) -> None:
+        """Put a block behind `parent`, if it is not there."""
+        found = self._of.setdefault(parent, block_hash)
+        if isinstance(found, set):
+            found.add(block_hash)
+        elif found != block_hash:
+            self._of[parent] = {found, block_hash}
+
+    def discard(self, parent: BlockHash, block_hash: BlockHash) -> None:
+        """The reverse; nothing where it is not there."""
+        found = self._of.get(parent)
+        if isinstance(found, set):
+            found.discard(block_hash)
+        if found == block_hash or found == set():
+            del self._of[parent]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._of.clear()
