@@ -87,6 +87,15 @@ def pack_message(at_ns: int, channel: Channel, frames: Sequence[bytes]) -> bytes
     return _record(_encode(Message(at_ns, channel, list(frames))))
 
 
+def _is_whole(body: bytearray) -> bool:
+    """Whether a body is all there, whatever its length is said to be."""
+    try:
+        msgspec.msgpack.decode(body, type=msgspec.Raw)
+    except _UNREADABLE as error:
+        return "trailing" in str(error)
+    return True
+
+
 def _may_become_magic(line: bytes) -> bool:
     if len(line) < len(_MAGIC):
         return _MAGIC.startswith(line)
@@ -109,6 +118,11 @@ class CaptureReader:
         self.damaged: str | None = None
         self._begun = False
         self._rest = bytearray()
+
+    def close(self) -> None:
+        """There is no more. A last record that is cut off is no damage; a length that is a lie is."""
+        if self.damaged is None and self._begun and _is_whole(self._rest[_lengths.size :]):
+            self.damaged = "a record whose length is not its own"
 
     @property
     def torn(self) -> int:

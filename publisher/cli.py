@@ -10,13 +10,16 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from publisher.checks import check_text, one_line
+
 if TYPE_CHECKING:
+    from publisher.lint_command import Outcome
     from publisher.settings import Settings
 
 __all__ = ["main"]
@@ -35,14 +38,24 @@ _NEEDS = {
 """A command's extra, and the modules it brings."""
 
 
+class _OutputError(Exception):
+    """Standard output cannot be written."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line. `names`: what its help ends with, once it is asked for."""
+
+    names: Callable[[], str] | None = None
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
 
+    def format_help(self) -> str:
+        more = "" if self.names is None else f"\n{self.names()}\n"
+        return super().format_help() + more
+
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message}\n")
+        self.exit(USAGE, f"{self.prog}: {one_line(message)}\n")
 
 
 class _Version(argparse.Action):
@@ -63,13 +76,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _run(arguments)
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # while a closed pipe can still be caught
+            _flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+    except _OutputError as error:
+        _discard_output()
+        _say(f"kvevents: standard output: {error}")
+        return USAGE
+
+
+def _flush() -> None:
+    """While a closed pipe, or a full disk, can still be caught."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _OutputError(error.strerror) from None
+
+
+def _discard_output() -> None:
+    """What is still to be written can never be."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(text: str) -> None:
+    """A line on stderr, whatever names are in it."""
+    print(one_line(text), file=sys.stderr)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -90,7 +127,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         return int(options.run(options))
     except (ValueError, TypeError) as error:
-        parser.exit(USAGE, f"kvevents {options.command}: {error}\n")
+        _say(f"kvevents {options.command}: {error}")
+        parser.exit(USAGE)
 
 
 def _add_tail(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +154,7 @@ def _tail(options: argparse.Namespace) -> int:
         raise ValueError(f"--count: {options.count} is below 1")
     if options.timeout is not None and not 0 < options.timeout <= 86_400:
         raise ValueError(f"--timeout: {options.timeout} is not above 0 and at most 86400")
+    check_text("--topic", options.topic)
     server_key, client_keys = _read_keys(options)
     seen = tail(
         options.endpoint,
@@ -131,7 +170,9 @@ def _tail(options: argparse.Namespace) -> int:
     if seen:
         return 0
     silence = f"nothing came from {options.endpoint} in {options.timeout:g} s"
-    print(f"kvevents tail: {silence}", file=sys.stderr)
+    if options.replay_endpoint is not None:
+        silence += f": it is not there, or {options.replay_endpoint} does not answer"
+    _say(f"kvevents tail: {silence}")
     return NO_CONNECTION
 
 
@@ -159,7 +200,7 @@ def _read_keys(options: argparse.Namespace) -> tuple[str | None, tuple[str, str]
     )
 
 
-def _add_lint(parser: argparse.ArgumentParser) -> None:
+def _add_lint(parser: _Parser) -> None:
     parser.add_argument(
         "--as",
         dest="consumers",
@@ -169,14 +210,14 @@ def _add_lint(parser: argparse.ArgumentParser) -> None:
     _add_lint_options(parser)
 
 
-def _add_check(parser: argparse.ArgumentParser) -> None:
+def _add_check(parser: _Parser) -> None:
     parser.add_argument(
         "--as", dest="consumers", metavar="NAME[,NAME…]", required=True, help="for these consumers"
     )
     _add_lint_options(parser)
 
 
-def _add_lint_options(parser: argparse.ArgumentParser) -> None:
+def _add_lint_options(parser: _Parser) -> None:
     parser.add_argument(
         "sources",
         nargs="+",
@@ -194,9 +235,17 @@ def _add_lint_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_limits(parser)
     parser.epilog = (
-        f"Exit code {FINDINGS} when something would be lost, {NO_CONNECTION} when nothing came."
+        f"Exit code {FINDINGS} when something would be lost, a capture is damaged or a replay does not"
+        f" end, {NO_CONNECTION} when nothing came, or no block was stored."
     )
+    parser.names = _consumer_names
     parser.set_defaults(run=_lint)
+
+
+def _consumer_names() -> str:
+    from kvevents.lint import CONSUMERS
+
+    return f"names for --as: {', '.join(CONSUMERS)}"
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -213,6 +262,7 @@ def _check_limits(options: argparse.Namespace) -> None:
         raise ValueError(f"--count: {options.count} is below 1")
     if options.for_s is not None and not 0 < options.for_s <= 86_400:
         raise ValueError(f"--for: {options.for_s} is not above 0 and at most 86400")
+    check_text("--topic", options.topic)
 
 
 def _lint(options: argparse.Namespace) -> int:
@@ -250,19 +300,28 @@ def _lint(options: argparse.Namespace) -> int:
             )
             for endpoint in endpoints
         ]
-        came, findings = lint(
+        outcome = lint(
             [(Path(name), report(name)) for name in options.sources if "://" not in name],
             list(zip(taps, map(report, endpoints), strict=True)),
             consumers,
             replay=options.replay_endpoint is not None,
             for_s=options.for_s,
             count=options.count,
-            warn=lambda text: print(f"kvevents {options.command}: {text}", file=sys.stderr),
+            warn=lambda text: _say(f"kvevents {options.command}: {text}"),
         )
-    if not came:
-        print(f"kvevents {options.command}: nothing came", file=sys.stderr)
-        return NO_CONNECTION
-    return FINDINGS if findings else 0
+    return _lint_code(options.command, outcome)
+
+
+def _lint_code(command: str, outcome: Outcome) -> int:
+    if not outcome.batches:
+        _say(f"kvevents {command}: nothing came")
+        return FINDINGS if outcome.faults else NO_CONNECTION
+    if not outcome.blocks:
+        batches = "1 batch" if outcome.batches == 1 else f"{outcome.batches} batches"
+        _say(f"kvevents {command}: no block was stored in {batches}")
+    if outcome.findings or outcome.faults:
+        return FINDINGS
+    return 0 if outcome.blocks else NO_CONNECTION
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
@@ -303,9 +362,14 @@ def _record(options: argparse.Namespace) -> int:
         client_keys=client_keys,
     ) as tap:
         came = record(tap, head, Path(options.write), for_s=options.for_s, count=options.count)
+        if not tap.connected:
+            _say(f"kvevents record: no connection to {options.endpoint}")
+    if not came:
+        _say("kvevents record: nothing came")
+        return NO_CONNECTION
     what = "batch is" if came == 1 else "batches are"
-    print(f"kvevents record: {came} {what} in {options.write}", file=sys.stderr)
-    return 0 if came else NO_CONNECTION
+    _say(f"kvevents record: {came} {what} in {options.write}")
+    return 0
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

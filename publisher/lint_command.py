@@ -14,12 +14,14 @@ import msgspec
 from kvevents.capture import CaptureReader, Channel, Message
 from kvevents.errors import KVEventsError
 from kvevents.lint import CONSUMERS, Consumer, Finding, Lint
+from publisher.checks import one_line
 from publisher.tap import Tap, wait_for
 
-__all__ = ["Linted", "Report", "lint", "read_consumers"]
+__all__ = ["Linted", "Outcome", "Report", "lint", "read_consumers"]
 
 _CHUNK = 1 << 20
-_MAX_HELD = 100_000
+_MAX_HELD, _MAX_HELD_BYTES = 20_000, 64 << 20
+_SEQ_BYTES = 8
 
 
 def read_consumers(text: str | None) -> list[Consumer]:
@@ -51,7 +53,7 @@ class Report:
     def __init__(
         self, write: Callable[[str], None], source: str, *, as_json: bool, verbose: bool
     ) -> None:
-        self._write, self._source = write, source
+        self._write, self._source = write, one_line(source)
         self._as_json, self._verbose = as_json, verbose
         self._kinds: dict[tuple[str, str], _Repeated] = {}
 
@@ -78,7 +80,8 @@ class Report:
         for kind in self._kinds.values():
             if kind.count > 1 and not self._verbose:
                 more = {"count": kind.count, "last_seq": kind.last_seq}
-                text = f"{kind.count} times to {kind.last_seq}: {kind.first}"
+                what = f"{kind.first.consumer} {kind.first.rule}, {kind.first.where}"
+                text = f"{kind.count} times to {kind.last_seq}: {what}"
                 self._line(text, {"type": "repeated", **_plain(kind.first), **more})
         for tally in lint.tallies:
             told = {
@@ -87,13 +90,23 @@ class Report:
                 "version": tally.consumer.version,
                 "observed": tally.consumer.observed,
                 "batches": tally.batches,
+                "blocks": tally.blocks,
+                "joined_at": None if tally.joined is None else tally.joined[0],
                 "lost": {what: tally.lost[what] for what in sorted(tally.lost)},
             }
             self._line(str(tally), told)
 
+    def left_out(self, size: int, why: str) -> None:
+        """Bytes at the end of a capture that were not read; as text, that is a warning."""
+        if self._as_json:
+            self._object({"type": "capture", "left_out_bytes": size, "why": why})
+
+    def _object(self, told: dict[str, Any]) -> None:
+        self._write(msgspec.json.encode({"source": self._source, **told}).decode())
+
     def _line(self, text: str, told: dict[str, Any]) -> None:
         if self._as_json:
-            self._write(msgspec.json.encode({"source": self._source, **told}).decode())
+            self._object(told)
         else:
             self._write(f"{self._source}  {text}" if self._source else text)
 
@@ -109,6 +122,16 @@ def _plain(finding: Finding) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of all sources together. `faults`: captures that are damaged, and replays without an end."""
+
+    batches: int
+    blocks: int
+    findings: int
+    faults: int
+
+
 class Linted:
     """One source under lint: its messages in, findings out; a replay goes before what came live
     meanwhile.
@@ -118,8 +141,11 @@ class Linted:
         self.lint, self.report = Lint(consumers, replay=replay), report
         self.batches = 0
         """How many came."""
+        self.faults = 0
         self._replaying = replay
         self._held: list[list[bytes]] = []
+        self._held_bytes = 0
+        self._asked = self._answered = self._given_up = False
 
     def take(self, message: Message) -> None:
         """One message, of whatever channel."""
@@ -127,24 +153,43 @@ class Linted:
         self.batches += message.is_batch
         match message.channel:
             case Channel.ASKED:
-                self._replaying = True
-                self.lint.asked(int.from_bytes(frames[-1] if frames else b"", "big"))
+                if frames and len(frames[-1]) == _SEQ_BYTES:
+                    self._replaying = self._asked = True
+                    self.lint.asked(int.from_bytes(frames[-1], "big"))
             case Channel.ANSWER:
+                self._answered = True
                 self.report.take(self.lint.answer(frames))
                 self._replaying = self._replaying and not message.ends_replay
             case Channel.OVER:
                 self.report.take(self.lint.over())
-                self._replaying = False
+                self._replaying, self._given_up = False, True
             case Channel.LIVE:
                 self._held.append(frames)
-        if not self._replaying or len(self._held) > _MAX_HELD:
+                self._held_bytes += sum(map(len, frames))
+        full = len(self._held) > _MAX_HELD or self._held_bytes > _MAX_HELD_BYTES
+        if full or not self._replaying:
             self.release()
 
     def release(self) -> None:
         """Let what was held come in its turn."""
-        held, self._held = self._held, []
+        held, self._held, self._held_bytes = self._held, [], 0
         for frames in held:
             self.report.take(self.lint.live(frames))
+
+    @property
+    def blocks(self) -> int:
+        """How many were stored."""
+        return max((tally.blocks for tally in self.lint.tallies), default=0)
+
+    def missing_end(self, *, time_is_up: bool) -> str | None:
+        """Why the replay that was asked for has no end; None: it has, or there was still time."""
+        if self._asked and (self._given_up or (self._replaying and time_is_up)):
+            return (
+                "the replay was not over"
+                if self._answered
+                else "the replay endpoint did not answer"
+            )
+        return None
 
     def close(self) -> None:
         """There is no more."""
@@ -161,36 +206,78 @@ def lint(
     for_s: float | None,
     count: int | None,
     warn: Callable[[str], None],
-) -> tuple[int, int]:
+) -> Outcome:
     """Captures to their ends, and streams until `for_s` is over, `count` batches came, or Ctrl-C.
 
-    `replay`: whether the taps ask for one. Returns how many batches came, and how many findings. Raises
-    ValueError for a file that is no capture.
+    `replay`: whether the taps ask for one. Raises ValueError for a file that is no capture.
     """
-    linted: list[Linted] = []
-    for file, report in files:
-        one: Linted | None = None
-        for reader, message in _messages_of(file, warn):
-            if one is None:
-                has_replay = reader.head is not None and reader.head.replay_endpoint is not None
-                one = Linted(consumers, report, replay=has_replay)
-            one.take(message)
-            if one.batches == count:
-                break
-        one = one or Linted(consumers, report, replay=False)
-        one.close()
-        linted.append(one)
+    linted = [_lint_capture(file, report, consumers, count, warn) for file, report in files]
     streams = [(tap, Linted(consumers, report, replay=replay)) for tap, report in taps]
+    time_is_up = True
     if streams:
         with contextlib.suppress(KeyboardInterrupt):
-            _follow(streams, for_s, count)
-        for _, stream in streams:
-            stream.close()
-    linted += [stream for _, stream in streams]
-    return sum(one.batches for one in linted), sum(one.report.findings for one in linted)
+            time_is_up = not _follow(streams, for_s, count)
+    for tap, stream in streams:
+        stream.close()
+        if not tap.connected:
+            warn(f"no connection to {tap.endpoint}")
+    live = [stream for _, stream in streams]
+    linted += live
+    for one in linted:
+        if (why := one.missing_end(time_is_up=time_is_up and one in live)) is not None:
+            one.faults += 1
+            warn(why)
+    return Outcome(
+        batches=sum(one.batches for one in linted),
+        blocks=sum(one.blocks for one in linted),
+        findings=sum(one.report.findings for one in linted),
+        faults=sum(one.faults for one in linted),
+    )
 
 
-def _follow(streams: Sequence[tuple[Tap, Linted]], for_s: float | None, count: int | None) -> None:
+def _lint_capture(
+    file: Path,
+    report: Report,
+    consumers: Sequence[Consumer],
+    count: int | None,
+    warn: Callable[[str], None],
+) -> Linted:
+    reader, linted = CaptureReader(), None
+    for message in _messages_of(file, reader):
+        if linted is None:
+            has_replay = reader.head is not None and reader.head.replay_endpoint is not None
+            linted = Linted(consumers, report, replay=has_replay)
+        linted.take(message)
+        if linted.batches == count:
+            break
+    else:
+        linted = linted or Linted(consumers, report, replay=False)
+        reader.close()
+        if reader.torn:
+            _tell_left_out(file, reader, linted, warn)
+    linted.close()
+    return linted
+
+
+def _tell_left_out(
+    file: Path, reader: CaptureReader, linted: Linted, warn: Callable[[str], None]
+) -> None:
+    """What is behind the last whole record: cut off by a kill, or damage, which is a fault."""
+    why = reader.damaged or "it was cut off"
+    linted.report.left_out(reader.torn, why)
+    if reader.damaged is None:
+        warn(f"{file}: the last {reader.torn} bytes were left out: {why}")
+        return
+    linted.faults += 1
+    batches = "1 batch was" if linted.batches == 1 else f"{linted.batches} batches were"
+    share = f"{100 * reader.torn / file.stat().st_size:.0f} % of the file"
+    warn(f"{file}: {batches} read, the other {reader.torn:,} bytes, {share}, were left out: {why}")
+
+
+def _follow(streams: Sequence[tuple[Tap, Linted]], for_s: float | None, count: int | None) -> bool:
+    """Whether `count` batches have come; False: the time is up. The clock is looked at before each
+    message.
+    """
     until = float("inf") if for_s is None else time.monotonic() + for_s
     while time.monotonic() < until:
         wait_for([tap for tap, _ in streams], until)
@@ -198,22 +285,18 @@ def _follow(streams: Sequence[tuple[Tap, Linted]], for_s: float | None, count: i
             for message in tap.drain():
                 stream.take(message)
                 if sum(each.batches for _, each in streams) == count:
-                    return
+                    return True
+                if time.monotonic() >= until:
+                    return False
+    return False
 
 
-def _messages_of(
-    file: Path, warn: Callable[[str], None]
-) -> Iterator[tuple[CaptureReader, Message]]:
-    reader = CaptureReader()
+def _messages_of(file: Path, reader: CaptureReader) -> Iterator[Message]:
     try:
         with file.open("rb") as capture:
             while chunk := capture.read(_CHUNK):
-                for message in reader.feed(chunk):
-                    yield reader, message
+                yield from reader.feed(chunk)
     except OSError as error:
         raise ValueError(f"SOURCE: {file}: {error.strerror}") from None
     except KVEventsError as error:
         raise ValueError(f"SOURCE: {file}: {error}") from None
-    if reader.torn:
-        why = reader.damaged or "it was cut off"
-        warn(f"{file}: the last {reader.torn} bytes were left out: {why}")

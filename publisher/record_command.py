@@ -19,7 +19,8 @@ def record(
     """Write until `for_s` seconds are over, `count` batches came, or Ctrl-C.
 
     The file is made, readable by its owner alone: prompts are in it. Each record is written at once, so
-    that a kill costs at most the last. Returns how many batches came. Raises ValueError when the file is
+    that a kill costs at most the last; where no batch came, the file is removed again. Returns how many
+    came. Raises ValueError when the file is
     there already or cannot be written.
     """
     try:
@@ -27,6 +28,7 @@ def record(
     except OSError as error:
         raise ValueError(f"-w: {file}: {error.strerror}") from None
     came = 0
+    whole = False
     try:
         _write(fd, capture_start(head))
         with contextlib.suppress(KeyboardInterrupt):
@@ -38,10 +40,13 @@ def record(
                         break
                     _write(fd, pack_message(message.at_ns, message.channel, message.frames))
                     came += message.is_batch
+        whole = True
     except OSError as error:
         raise ValueError(f"-w: {file}: {error.strerror}") from None
     finally:
         os.close(fd)
+        if whole and not came:
+            file.unlink(missing_ok=True)
     return came
 
 

@@ -170,7 +170,9 @@ class Subscriber:
         if not self._sub.closed:
             self._sub.disable_monitor()
         self._monitor.close(linger=0)
-        self._context.destroy(linger=0)  # a socket that an interrupt has left open would be waited for
+        self._context.destroy(
+            linger=0
+        )  # a socket that an interrupt has left open would be waited for
 
     def __enter__(self) -> Subscriber:
         return self

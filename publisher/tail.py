@@ -39,7 +39,8 @@ def tail(
     server_key: str | None = None,
     client_keys: tuple[str, str] | None = None,
 ) -> bool:
-    """Write lines until `count` events have been written or nothing came for `timeout_s`.
+    """Write lines until `count` events have been written or nothing came for `timeout_s`; what is said of
+    the stream besides is no event.
 
     `server_key`, `client_keys`: see `Subscriber`. Returns whether anything came at all. Raises
     ConfigError for an endpoint that cannot be.
@@ -61,7 +62,7 @@ def tail(
             for one in received:
                 for line in lines_of(_as_joined(one) if replay_endpoint is None else one):
                     write(line)
-                    written += 1
+                    written += isinstance(one, Batch)
                     if written == count:
                         return True
     return seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -20,8 +21,12 @@ __all__ = ["Tap", "wait_for"]
 _HWM = 10_000
 """Messages that may wait for us. What a slow reader misses is missing for it alone."""
 
-_PER_DRAIN = 1000
+_MAX_FRAME = 64 << 20
+"""Bytes; whoever sends a larger one is disconnected for good."""
+
+_PER_DRAIN, _BYTES_PER_DRAIN = 1000, 64 << 20
 _REPLAY_TIMEOUT_S = 5.0
+_EVENTS = int(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
 Socket = zmq.Socket[bytes]
 
@@ -45,6 +50,9 @@ class Tap:
         client_keys: tuple[str, str] | None = None,
         replay_timeout_s: float = _REPLAY_TIMEOUT_S,
     ) -> None:
+        self.endpoint = endpoint
+        self.connected = False
+        """Whether the publisher is there, as of the last `drain`."""
         for key, address in (("ENDPOINT", endpoint), ("--replay-endpoint", replay_endpoint)):
             if address is not None:
                 check_target(key, address)
@@ -53,6 +61,8 @@ class Tap:
         self._start: int | None = None
         """From where a replay is under way."""
         self._answered = False
+        self._joined = False
+        """Whether it was asked for already."""
         self.deadline = float("inf")
         """When `drain` has something to say even if nothing comes."""
         self._context = zmq.Context[Socket]()
@@ -60,9 +70,9 @@ class Tap:
         self._dealer: Socket | None = None
         self._monitor: Socket | None = None
         try:
+            self._monitor = self._sub.get_monitor_socket(_EVENTS)
             if replay_endpoint is not None:
                 self._dealer = self._context.socket(zmq.DEALER)
-                self._monitor = self._sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
                 self._connect(self._dealer, "--replay-endpoint", replay_endpoint)
             self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
             self._connect(self._sub, "ENDPOINT", endpoint)
@@ -76,14 +86,17 @@ class Tap:
         return [one for one in (self._sub, self._dealer, self._monitor) if one is not None]
 
     def drain(self) -> list[Message]:
-        """What has come, at most some thousands; never waits."""
+        """What has come, at most some thousands or 64 MiB of each socket; never waits."""
         messages: list[Message] = []
-        if self._monitor is not None and self._monitor.poll(0):
-            self._stop_monitor()
-            messages.append(self._ask(JOIN))
+        while self._monitor is not None and self._monitor.poll(0):
+            event = int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder)
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self.connected and self._dealer is not None and not self._joined:
+                self._joined = True
+                messages.append(self._ask(self._dealer, JOIN))
         if self._dealer is not None:
             for frames in _read(self._dealer):
-                messages += self._answer(frames)
+                messages += self._answer(self._dealer, frames)
         if time.monotonic() >= self.deadline:
             self._start, self.deadline = None, float("inf")
             messages.append(Message(time.time_ns(), Channel.OVER, []))
@@ -112,15 +125,14 @@ class Tap:
 
     # ---------------------------------------------------------------------------------- inside
 
-    def _ask(self, start: int) -> Message:
-        assert self._dealer is not None
+    def _ask(self, dealer: Socket, start: int) -> Message:
         frames = replay_request(start)
-        self._dealer.send_multipart(frames)
+        dealer.send_multipart(frames)
         self._start, self._answered = start, False
         self.deadline = time.monotonic() + self._replay_timeout_s
         return Message(time.time_ns(), Channel.ASKED, frames)
 
-    def _answer(self, frames: list[bytes]) -> list[Message]:
+    def _answer(self, dealer: Socket, frames: list[bytes]) -> list[Message]:
         message = Message(time.time_ns(), Channel.ANSWER, frames)
         messages = [message]
         if self._start is None:
@@ -129,7 +141,7 @@ class Tap:
         if message.is_batch:
             self._answered = True
         elif self._start == JOIN and not self._answered:
-            messages.append(self._ask(0))
+            messages.append(self._ask(dealer, 0))
         else:
             self._start, self.deadline = None, float("inf")
         return messages
@@ -148,6 +160,7 @@ class Tap:
             socket.setsockopt_string(zmq.CURVE_PUBLICKEY, public)
             socket.setsockopt_string(zmq.CURVE_SECRETKEY, secret)
         socket.setsockopt(zmq.RCVHWM, _HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
@@ -173,7 +186,9 @@ def wait_for(taps: Iterable[Tap], until: float) -> None:
 
 def _read(socket: Socket) -> list[list[bytes]]:
     messages: list[list[bytes]] = []
+    size = 0
     with contextlib.suppress(zmq.Again):
-        while len(messages) < _PER_DRAIN:
+        while len(messages) < _PER_DRAIN and size < _BYTES_PER_DRAIN:
             messages.append(socket.recv_multipart(zmq.NOBLOCK))
+            size += sum(map(len, messages[-1]))
     return messages

@@ -237,9 +237,7 @@ _ALL_CONSUMERS = (
             alone=Losses(
                 late=_HISTORY,
                 gap="Dynamo clears everything",
-                cleared_gap="Dynamo clears everything",
                 back="Dynamo clears everything",
-                cleared_back="Dynamo clears everything",
             )
         ),
         lengths=(3, 3),
@@ -268,6 +266,7 @@ _ALL_CONSUMERS = (
         },
         negative=False,
         pairs=None,
+        nil_tokens=True,
         media=frozenset({"cpu", "disk"}),
         any_case=True,
         stored_elsewhere=("event", "it reads cpu and disk only"),

@@ -24,7 +24,7 @@ _NAMESPACES = frozenset({"lora_name", "cache_salt", "extra_key", "extra_keys"})
 class Losses:
     """What becomes of a consumer, told in half a sentence; None: it copes.
 
-    `late`: the first message that it sees has a seq above 0 and does not begin with AllBlocksCleared.
+    `late`: it joins, with a message whose seq is above 0 and that does not begin with AllBlocksCleared.
     `gap`: seqs are missing; `back`: a seq is below the one before. `cleared_gap`, `cleared_back`: the
     same, and the message that shows it begins with AllBlocksCleared.
     """
@@ -144,6 +144,8 @@ class Consumer:
 
     # --------------------------------------------------------------------------------- tokens
     pairs: Cost | None = ("batch", "it reads a list of ids only")
+    nil_tokens: bool = False
+    """Whether `token_ids` may be nil."""
     no_tokens: Cost | None = None
     token_range: bool = False
     """Whether a token beyond 32 bits costs the batch."""

@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias
 
 __all__ = ["Finding", "Lost"]
 
-Lost: TypeAlias = Literal["batch", "event", "block", "misread", "stream"]
+Lost: TypeAlias = Literal["batch", "event", "block", "misread", "stream", "unread"]
 """`batch`, `event`, `block`: it is not indexed. `misread`: it is, as something that it is not. `stream`:
-what comes later, or came before, is lost or stale as well.
+what comes later, or came before, is lost or stale as well. `unread`: it was not looked into.
 """
 
 _VERBS = {
@@ -17,6 +17,7 @@ _VERBS = {
     "block": "does not index the blocks",
     "misread": "misreads",
     "stream": "cannot follow",
+    "unread": "is not judged",
 }
 
 

@@ -5,6 +5,7 @@ Any bytes can be read: what is no value at all has a reason in its place.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ __all__ = [
     "PackedEvent",
     "Place",
     "Tokens",
+    "TooLarge",
     "Unreadable",
     "kind_of",
     "read_batch",
@@ -25,6 +27,9 @@ __all__ = [
 ]
 
 _U32_MAX, _I64_MAX, _U64_MAX = 2**32 - 1, 2**63 - 1, 2**64 - 1
+_MAX_BYTES, _MAX_EVENTS, _MAX_ELEMENTS = 16 << 20, 20_000, 1_000_000
+"""Of a payload, of its events, and of any other array in it: what is larger would take too long."""
+
 _WIDE = 9
 """Bytes of an int that is packed with 64 bits, head included."""
 
@@ -48,6 +53,10 @@ _shorten.maxlong = 24
 
 class Unreadable(Exception):
     """Bytes that are not the value that they should be; the message says why, in one line."""
+
+
+class TooLarge(Exception):
+    """A payload that is not looked into; the message says what of it is too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +89,12 @@ class HashPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What `token_ids` is. `count`: ids, or pairs. `broken`: neither, at the first place that is not."""
+    """What `token_ids` is. `count`: ids, or pairs. `nil`: it is. `broken`: none of these, at the first
+    place that is not.
+    """
 
     count: int = 0
+    nil: Place | None = None
     pairs: Place | None = None
     broken: Place | None = None
     out_of_range: Place | None = None
@@ -93,7 +105,8 @@ class PackedEvent:
     """One event.
 
     `form`: "map", "array", or what else it is. `length`: of an array. `fields`: by name, for an array by
-    the positions of vLLM 0.23. `unreadable`: why nothing of it could be read.
+    the positions of vLLM 0.23. `unreadable`: why nothing of it could be read. `extra`: whether
+    `extra_keys` say anything; vLLM's also repeat the adapter's name.
     """
 
     path: str
@@ -103,6 +116,7 @@ class PackedEvent:
     unreadable: str | None = None
     hashes: HashPlaces = HashPlaces()
     tokens: Tokens | None = None
+    extra: bool = False
 
     def text(self, key: str) -> str | None:
         """The text of a field; None where it is absent or something else."""
@@ -126,16 +140,12 @@ class PackedEvent:
         raw = self.fields.get(key)
         return Place(f"{self.path}.{key}", "absent" if raw is None else shown(raw))
 
-    def entries(self, key: str) -> list[object]:
-        """The elements of a field that is an array, decoded; empty where it cannot be."""
-        raw = self.fields.get(key)
-        if raw is None or kind_of(raw) != "array":
-            return []
-        try:
-            value = _plain(raw)
-        except _UNREADABLE:
-            return []
-        return value if isinstance(value, list) else []
+    @property
+    def stored(self) -> int:
+        """How many blocks it says are stored. An event of a store, which has both tags, is of one."""
+        if self.text("event_type") == "stored":
+            return 1
+        return self.hashes.count if self.text("type") == "BlockStored" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +153,7 @@ class PackedBatch:
     """A payload whose outermost value is an array that can be split.
 
     `ts`, `rank`: None where the array ends before them. `events`: None where there is no array of them,
-    and `events_are` says what is there. `trailing`: bytes after the value.
+    and `events_are` says what is there. `trailing`: bytes after the value. `blocks`: how many are stored.
     """
 
     length: int
@@ -152,10 +162,14 @@ class PackedBatch:
     events: tuple[PackedEvent, ...] | None
     events_are: str
     trailing: int
+    blocks: int = 0
 
 
 def read_batch(payload: bytes) -> PackedBatch:
-    """Raises Unreadable when it is no array of values."""
+    """Raises Unreadable when it is no array of values, and TooLarge when that would take too long."""
+    if len(payload) > _MAX_BYTES:
+        raise TooLarge(f"has {len(payload)} bytes: {_MAX_BYTES} at most are looked into")
+    _check_length(payload, "elements", _MAX_ELEMENTS)
     end = len(payload)
     try:
         parts = _elements(payload)
@@ -167,6 +181,7 @@ def read_batch(payload: bytes) -> PackedBatch:
     events, events_are = None, "absent"
     if len(parts) > 1:
         events_are = kind_of(parts[1])
+        _check_length(parts[1], "events", _MAX_EVENTS)
         try:
             events = tuple(map(_event, range(len(parts[1])), _elements(parts[1])))
         except Unreadable as error:
@@ -178,6 +193,7 @@ def read_batch(payload: bytes) -> PackedBatch:
         events=events,
         events_are=events_are,
         trailing=len(payload) - end,
+        blocks=sum(event.stored for event in events or ()),
     )
 
 
@@ -264,10 +280,24 @@ def _event(position: int, raw: msgspec.Raw) -> PackedEvent:
         length,
         hashes=_hash_places(path, hashes, fields.get("parent_block_hash")),
         tokens=None if tokens is None else _tokens(f"{path}.token_ids", tokens),
+        extra="extra_keys" in fields and _says_more(fields["extra_keys"], fields.get("lora_name")),
     )
 
 
+def _says_more(keys: msgspec.Raw, name: msgspec.Raw | None) -> bool:
+    told = None if name is None else _scalar(name)
+    told = told if isinstance(told, str) else None
+    try:
+        value = _plain(keys)
+    except _UNREADABLE:
+        return False
+    entries = value if isinstance(value, list) else []
+    return any(part != told for entry in entries if isinstance(entry, list) for part in entry)
+
+
 def _hash_places(path: str, hashes: msgspec.Raw | None, parent: msgspec.Raw | None) -> HashPlaces:
+    if hashes is not None:
+        _check_length(hashes, f"hashes in {path}", _MAX_ELEMENTS)
     of_parent = [parent] if parent is not None and kind_of(parent) != "nil" else []
     before = _Hashes(
         of_parent, list(map(_scalar, of_parent)), f"{path}.parent_block_hash", only=True
@@ -347,6 +377,8 @@ class _Hashes:
 
 
 def _tokens(path: str, raw: msgspec.Raw) -> Tokens:
+    if kind_of(raw) == "nil":
+        return Tokens(nil=Place(path, "nil"))
     try:
         value = _plain(raw)
     except _UNREADABLE:
@@ -365,33 +397,23 @@ def _tokens(path: str, raw: msgspec.Raw) -> Tokens:
     return Tokens(len(value), broken=Place(f"{path}[{at}]", quoted(token)))
 
 
-_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
-_FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
-_COUNTED = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)}
-_COUNTED |= {0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
-_NESTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+_TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 
 
 def _end_of(data: bytes) -> int:
-    """Where the first value ends; the length of `data` where it does not end."""
-    at, open_values, size = 0, 1, len(data)
-    while open_values and at < size:
-        head = data[at]
-        at += 1
-        open_values -= 1
-        if 0x80 <= head <= 0x9F:
-            open_values += (head & 0x0F) * (2 if head < 0x90 else 1)
-        elif 0xA0 <= head <= 0xBF:
-            at += head & 0x1F
-        elif head in _FIXED:
-            at += _FIXED[head]
-        elif head in _COUNTED:
-            width, more = _COUNTED[head]
-            at += width + int.from_bytes(data[at : at + width], "big") + more
-        elif head in _NESTED:
-            width, values = _NESTED[head]
-            open_values += int.from_bytes(data[at : at + width], "big") * values
-            at += width
-        elif head == 0xC1:
-            return size
-    return at if not open_values and at <= size else size
+    """Where the first value ends; the length of `data` where it does not end, or is no array."""
+    try:
+        _split(data)
+    except _UNREADABLE as error:
+        if (found := _TRAILING.search(str(error))) is not None:
+            return int(found[1])
+    return len(data)
+
+
+def _check_length(raw: bytes | msgspec.Raw, what: str, most: int) -> None:
+    """Raises TooLarge for an array that says that it has more elements, before any is read."""
+    head = bytes(memoryview(raw)[:5])
+    width = {0xDC: 2, 0xDD: 4}.get(head[0] if head else 0, 0)
+    length = int.from_bytes(head[1 : 1 + width], "big")
+    if most < length <= len(memoryview(raw)):  # with fewer bytes than elements, it cannot be read
+        raise TooLarge(f"has {length} {what}: {most} at most are looked into")

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
 from kvevents.lint.consumer import Consumer, Cost
 from kvevents.lint.finding import Finding, Lost
-from kvevents.lint.packed import PackedBatch, PackedEvent, Place, kind_of, quoted, shown
+from kvevents.lint.packed import (
+    PackedBatch,
+    PackedEvent,
+    Place,
+    TooLarge,
+    kind_of,
+    quoted,
+    shown,
+)
 
-__all__ = ["Memory", "findings_of"]
+__all__ = ["Batch", "Memory", "findings_of"]
+
+Batch: TypeAlias = PackedBatch | TooLarge | str
 
 _STORED_FIELDS = 5
 """A BlockStored as an array cannot be shorter: the fields that every decoder needs."""
@@ -57,11 +68,11 @@ class _Report:
 
 
 def findings_of(
-    consumer: Consumer, memory: Memory, seq: int | None, payload: bytes, batch: PackedBatch | str
+    consumer: Consumer, memory: Memory, seq: int | None, payload: bytes, batch: Batch
 ) -> list[Finding]:
     """What is lost of a batch, and nothing twice: an event of a batch that is lost has no finding.
 
-    `batch`: a text where the payload could not be read.
+    `batch`: a text where the payload could not be read, and TooLarge where it was not looked into.
     """
     report = _Report(seq, consumer)
     if isinstance(batch, str):
@@ -70,6 +81,10 @@ def findings_of(
     if consumer.max_payload is not None and len(payload) > consumer.max_payload:
         why = f"has {len(payload)} bytes: it reads at most {consumer.max_payload}"
         report.add("batch", "payload-size", "payload", why)
+    if isinstance(batch, TooLarge):
+        if not report.found:
+            report.add("unread", "too-large", "payload", str(batch))
+        return report.found
     _check_envelope(report, memory, batch)
     for event in batch.events or ():
         before = len(report.found)
@@ -272,10 +287,10 @@ def _check_tokens(report: _Report, memory: Memory, event: PackedEvent) -> None:
             lost, why = consumer.block_size_change
             told = f"the first was {memory.block_size}, and {why}"
             report.add_at(lost, "block-size", event.place("block_size"), told)
-    if tokens is None:
+    if tokens is None or (tokens.nil is not None and consumer.nil_tokens):
         return
-    if tokens.broken is not None:
-        report.add_at(consumer.broken, "broken-tokens", tokens.broken, "a token is an int")
+    if (broken := tokens.broken or tokens.nil) is not None:
+        report.add_at(consumer.broken, "broken-tokens", broken, "a token is an int")
     elif tokens.pairs is not None:
         report.add_cost(consumer.pairs, "pairs", tokens.pairs)
     elif tokens.out_of_range is not None:
@@ -315,10 +330,5 @@ def _check_names(report: _Report, event: PackedEvent) -> None:
 
 
 def _sets_apart(event: PackedEvent, key: str) -> bool:
-    """Whether the field says anything: vLLM's `extra_keys` also repeat the adapter's name."""
-    if key != "extra_keys":
-        return event.text(key) not in (None, "")
-    name = event.text("lora_name")
-    return any(
-        part != name for entry in event.entries(key) if isinstance(entry, list) for part in entry
-    )
+    """Whether the field says anything."""
+    return event.extra if key == "extra_keys" else event.text(key) not in (None, "")

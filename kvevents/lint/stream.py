@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from kvevents.frames import JOIN
 from kvevents.lint.consumer import Consumer, Replays, Topic
 from kvevents.lint.finding import Finding, Lost
-from kvevents.lint.packed import PackedBatch, Unreadable, quoted, read_batch
-from kvevents.lint.rules import Memory, findings_of
+from kvevents.lint.packed import PackedBatch, TooLarge, Unreadable, quoted, read_batch
+from kvevents.lint.rules import Batch, Memory, findings_of
 
 __all__ = ["Lint", "Tally"]
 
@@ -20,15 +20,24 @@ _END_SEQ = 2**64 - 1
 
 @dataclass(slots=True)
 class Tally:
-    """Of one consumer: how many batches came, and of them how much is lost.
+    """Of one consumer: how many batches came, how many blocks were stored in them, and how much is lost.
 
-    `lost`: of "batch" the batches, of "event", "block" and "misread" the events, of "stream" the messages
-    that show it.
+    `lost`: of "batch" and "unread" the batches, of "event", "block" and "misread" the events, of "stream"
+    the messages that show it. `joined`: the seq that it began at, and what became of what was stored
+    before, which is of our own joining and no fault of the stream; None once that does not matter.
     """
 
     consumer: Consumer
     batches: int = 0
+    blocks: int = 0
+    joined: tuple[int, str] | None = None
     lost: Counter[Lost] = field(default_factory=Counter)
+
+    def take(self, batch: Batch) -> None:
+        """One batch more."""
+        self.batches += 1
+        if isinstance(batch, PackedBatch):
+            self.blocks += batch.blocks
 
     def __str__(self) -> str:
         count = self.lost
@@ -44,8 +53,20 @@ class Tally:
             parts.append(f"misreads {_number(misread, 'event', 'events')}")
         if stream := count["stream"]:
             parts.append(f"cannot follow {_number(stream, 'time', 'times')}")
-        told = ", ".join(parts) or ("takes all" if self.batches else "saw no batch")
+        if unread := count["unread"]:
+            parts.append(f"is not judged in {_number(unread, 'batch', 'batches')}")
+        told = ", ".join(parts) or self._taken()
+        if self.joined is not None:
+            told += "; joined at seq {}: {}".format(*self.joined)
         return f"{self.consumer.name} {self.consumer.version}: {told}"
+
+    def _taken(self) -> str:
+        batches = _number(self.batches, "batch", "batches")
+        if not self.batches:
+            return "saw no batch"
+        if not self.blocks:
+            return f"saw no block in {batches}"
+        return f"takes all {batches}, {_number(self.blocks, 'block', 'blocks')}"
 
 
 def _number(count: int, one: str, many: str) -> str:
@@ -116,9 +137,11 @@ class Lint:
             told = findings_of(follower.consumer, follower.memory, seq, payload, batch)
             inside += [one for one in told if not lost or one.lost == "batch"]
             cleared = _cleared(batch) and not any(_hides_first(one) for one in inside)
+            if cleared:
+                follower.tally.joined = None
             mine = [] if seq is None else self._seq_findings(follower, seq, cleared=cleared)
             if not covered:
-                follower.tally.batches += 1
+                follower.tally.take(batch)
                 mine += inside
             found += follower.count(mine)
         return found
@@ -134,9 +157,10 @@ class Lint:
         if self._replay and rules.replaying is not None:
             losses = rules.replaying
         if last is None:
-            text = losses.late if seq > 0 and not cleared else None
-            rule, what = "late", f"{seq} is the first that came"
-        elif seq > last + 1:
+            if losses.late is not None and seq > 0 and not cleared:
+                follower.tally.joined = seq, losses.late
+            return []
+        if seq > last + 1:
             text = losses.cleared_gap if cleared else losses.gap
             rule, what = "gap", f"{seq} comes after {last}"
         elif seq <= last:
@@ -171,7 +195,7 @@ class Lint:
                         consumer, consumer.replays, seq, payload, cleared=_cleared(batch)
                     )
             if not end and payload:
-                follower.tally.batches += 1
+                follower.tally.take(batch)
                 mine += findings_of(consumer, follower.memory, seq, payload, batch)
                 if consumer.replays is not None and seq is not None:
                     follower.last = seq
@@ -284,7 +308,7 @@ def _end_findings(follower: _Follower, payload: bytes) -> list[Finding]:
 
 def _subject(finding: Finding) -> str:
     """What is lost: the event, or the message."""
-    if finding.lost in ("batch", "stream"):
+    if finding.lost in ("batch", "stream", "unread"):
         return ""
     return finding.where[: finding.where.find("]") + 1]
 
@@ -299,10 +323,12 @@ def _seq(raw: bytes) -> int | None:
     return int.from_bytes(raw, "big") if len(raw) == _SEQ_BYTES else None
 
 
-def _read(payload: bytes) -> PackedBatch | str:
+def _read(payload: bytes) -> Batch:
     """The batch, or why there is none."""
     try:
         return read_batch(payload)
+    except TooLarge as error:
+        return error
     except Unreadable as error:
         return str(error)
 
@@ -312,8 +338,9 @@ def _hides_first(finding: Finding) -> bool:
     return finding.lost == "batch" or (finding.lost == "event" and _subject(finding) == "events[0]")
 
 
-def _cleared(batch: PackedBatch | str) -> bool:
+def _cleared(batch: Batch) -> bool:
     """Whether a consumer that reads it forgets everything first."""
-    if isinstance(batch, str) or not batch.events:
+    if not isinstance(batch, PackedBatch) or not batch.events:
         return False
-    return batch.events[0].text("type") == "AllBlocksCleared"
+    first = batch.events[0]
+    return first.text("type") == "AllBlocksCleared" or first.text("event_type") == "cleared"

@@ -89,6 +89,8 @@ def test_torn_at_every_byte(length: int) -> None:
     whole = [end for end in ends if end <= length]
     reader = CaptureReader()
     assert reader.feed(captured(*MESSAGES)[:length]) == MESSAGES[: max(0, len(whole) - 1)]
+    reader.close()
+    assert reader.damaged is None
     assert (reader.head is not None) == bool(whole)
     first_line = len(b"kvevents capture 1\n")
     behind = max([0, *whole]) or (first_line if length >= first_line else 0)
@@ -106,6 +108,19 @@ def test_damage_at_every_byte(position: int) -> None:
     assert got == MESSAGES[:whole]
     assert reader.torn == len(data) - ends_of_records()[whole]
     assert reader.feed(b"more") == []
+
+
+@pytest.mark.parametrize("length", [9, 11, 1000, (1 << 30) - 1, 1 << 31])
+def test_a_length_that_is_not_its_own(length: int) -> None:
+    """Such a record looks as if it were cut off; that it is not is seen at the end."""
+    data = bytearray(captured(*MESSAGES))
+    at = ends_of_records()[1]
+    data[at : at + 4] = length.to_bytes(4, "little")
+    reader = CaptureReader()
+    assert reader.feed(bytes(data)) == MESSAGES[:1]
+    reader.close()
+    assert reader.damaged is not None
+    assert reader.torn == len(data) - at
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -321,6 +322,8 @@ def mooncake_stored(**fields: Any) -> dict[str, Any]:
         ({"connector_block_hash": None}, "E"),
         ({"model_name": None}, "E"),
         ({"block_hashes": [-1]}, "E"),
+        ({"token_ids": None}, "."),
+        ({"token_ids": 7}, "E"),
         ({"tenant_id": "other"}, "E"),
         ({"event_type": "touched"}, "E"),
         ({"event_type": "cleared", "medium": None}, "."),
@@ -431,7 +434,7 @@ WAYS: dict[str, list[tuple[int, bytes]]] = {
 WITH_REPLAY = """
 way                   | llm-d aibrix smg vllm-router sgl-router mooncake mooncake-vllm dynamo dynamo-relay kthena vllm
 from 0                | .     .      .   .           .          .        .             .      .            .      .
-late join             | .     S      .   .           S          .        S             .      S            S      .
+late join             | .     J      .   .           J          .        J             .      J            J      .
 late join, cleared    | .     .      .   .           .          .        .             .      .            .      .
 gap                   | .     S      .   .           S          .        S             .      S            S      .
 jump, cleared         | S     .      .   .           .          S        .             .      .            .      .
@@ -446,7 +449,7 @@ a seq of 2^63         | .     S      .   .           S          B        S      
 WITHOUT_REPLAY = """
 way                   | llm-d smg vllm-router mooncake dynamo
 from 0                | .     .   .           .        .
-late join             | S     S   S           S        S
+late join             | J     J   J           J        J
 late join, cleared    | .     .   .           .        .
 gap                   | S     S   S           S        S
 jump, cleared         | .     .   .           S        .
@@ -461,14 +464,50 @@ resumed, cleared      | .     .   .           .        .
     [(True, *row) for row in rows(WITH_REPLAY)] + [(False, *row) for row in rows(WITHOUT_REPLAY)],
 )
 def test_who_can_follow(replay: bool, way: str, consumer: str, expected: str) -> None:
-    """S: what comes later, or came before, is lost or stale; B: the batch that goes back is dropped."""
+    """S: what comes later, or came before, is lost or stale; B: the batch that goes back is dropped; J:
+    nothing is found, and the summary says that it joined late.
+    """
     lint = Lint([CONSUMERS[consumer]], replay=replay)
     found: list[Finding] = []
     clear = CLEAR_AS_ARRAY if consumer in ARRAYS_ONLY else CLEAR
     for seq, payload in WAYS[way]:
         told = clear if payload is CLEAR else payload
         found += lint.live(live_frames(TOPICS.get(consumer, b""), seq, told))
-    assert cell(found) == expected, found
+    (tally,) = lint.tallies
+    assert (cell(found) if tally.joined is None else "J") == expected, found
+
+
+def test_a_late_join_is_no_finding_and_is_over_with_a_clear() -> None:
+    """A live batch before the snapshot costs nobody anything once the snapshot is there."""
+    lint = Lint([CONSUMERS["sgl-router"]])
+    assert lint.live(live_frames(b"", 7, pack((TS, [stored()], 0)))) == []
+    history = "what was stored before is unknown to it: it asks for no replay"
+    assert (
+        str(lint.tallies[0]) == "sgl-router experimental, Aug 2026: takes all 1 batch, 1 block;"
+        f" joined at seq 7: {history}"
+    )
+    assert lint.live(live_frames(b"", 8, CLEAR)) == []
+    assert str(lint.tallies[0]).endswith("takes all 2 batches, 1 block")
+
+
+def test_nothing_stored_is_not_all_taken() -> None:
+    """Heartbeats and clears alone: no block was seen, and it is said so; a store's objects are blocks."""
+    lint = Lint([CONSUMERS["dynamo"]])
+    for seq, payload in enumerate((CLEAR, EMPTY)):
+        lint.live(live_frames(b"", seq, payload))
+    assert str(lint.tallies[0]) == "dynamo 1.6.1: saw no block in 2 batches"
+    lint = Lint([CONSUMERS["mooncake-store"]])
+    lint.live(live_frames(b"", 0, pack((1, [mooncake_stored(type="BlockStored")], 0))))
+    assert str(lint.tallies[0]).endswith("takes all 1 batch, 1 block")
+
+
+def test_a_clear_at_a_gap_is_what_a_store_means() -> None:
+    """Dynamo clears at the gap, the conductor at `cleared`: one left out before it costs neither."""
+    clear = pack((1, [{"event_type": "cleared"}], 0))
+    lint = Lint([CONSUMERS["mooncake-store"]])
+    assert [lint.live(live_frames(b"", seq, clear)) for seq in (0, 2)] == [[], []]
+    (found,) = lint.live(live_frames(b"", 4, pack((1, [], 0))))
+    assert found.rule == "gap"
 
 
 def test_a_clear_that_is_not_read_clears_nothing() -> None:
@@ -613,7 +652,8 @@ def test_what_a_replay_has_brought_is_not_counted_twice() -> None:
     for message in (answer(0), answer(1), END):
         assert lint.answer(message) == []
     found = [one for seq in (1, 2, 3) for one in lint.live(live_frames(b"", seq, EMPTY))]
-    assert [(one.consumer, one.rule) for one in found] == [("aibrix", "late")]
+    assert found == []
+    assert [tally.joined is None for tally in lint.tallies] == [True, False]
     assert [tally.batches for tally in lint.tallies] == [4, 4]
 
 
@@ -727,12 +767,50 @@ def test_known_horrors(payload: bytes) -> None:
         assert str(one).isprintable() and len(str(one)) < 500
 
 
-def test_bytes_after_the_payload() -> None:
+@pytest.mark.parametrize("after", [b"\x00", b"\xc1", b"\xdd\xff\xff\xff\xff"])
+def test_bytes_after_the_payload(after: bytes) -> None:
     """Dynamo does not mind them; the engines' decoders do, and vllm-router, and SMG."""
-    payload = pack((TS, [stored()], 0)) + b"\x00"
+    payload = pack((TS, [stored()], 0)) + after
     assert findings_of("dynamo", payload) == []
     for consumer in ("vllm", "sglang", "vllm-router", "smg"):
-        assert cell(findings_of(consumer, payload)) == "B"
+        (found,) = findings_of(consumer, payload)
+        assert (found.rule, found.why) == ("trailing", f"is followed by {len(after)} bytes more")
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (pack((TS, [stored(block_hashes=[1] * 1_000_001)], 0)), "1000001 hashes in events[0]"),
+        (pack((TS, [0] * 20_001, 0)), "20001 events"),
+        (pack((TS, [0] * 500_000, 0)), "500000 events"),
+        (pack([0] * 2_000_000), "2000000 elements"),
+        (pack((TS, [], 0)) + bytes(30 << 20), "31457292 bytes"),
+        (b"\x93\xcb" + bytes(8) + b"\xdd\x01\xe0\0\0" + b"\x01" * (30 << 20), "31457295 bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_too_large_is_not_looked_into(payload: bytes, why: str) -> None:
+    """It takes no time, it is said, and the stream goes on; who drops it for its size does so still."""
+    start = time.process_time()
+    lint = Lint(CONSUMERS.values())
+    found = lint.live(live_frames(b"", 0, payload))
+    assert time.process_time() - start < 1.0
+    found = [one for one in found if one.rule not in ("topic", "payload-size")]
+    assert {(one.lost, one.rule) for one in found} == {("unread", "too-large")}
+    assert all(one.why.startswith(f"has {why}: ") for one in found)
+    by_name = {tally.consumer.name: str(tally) for tally in lint.tallies}
+    assert by_name["dynamo"] == "dynamo 1.6.1: is not judged in 1 batch"
+    too_large_for_it = len(payload) > 16 << 20
+    assert ("loses 1 of 1 batch" in by_name["vllm-router"]) == too_large_for_it
+    assert lint.live(live_frames(TOPICS["llm-d"], 1, pack((TS, [], 0)))) is not None
+
+
+def test_bytes_that_are_no_batch_take_no_time() -> None:
+    """Garbage of many values, whole or not, is one finding, at once."""
+    start = time.process_time()
+    for payload in (b"\x92" + b"\x01" * (15 << 20), b"\x01" * (15 << 20), b"\x91" * (15 << 20)):
+        assert findings_of("dynamo", payload)[0].lost == "batch"
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize(

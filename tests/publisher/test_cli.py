@@ -70,6 +70,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
             ["--timeout: 0.0 is not above 0 and at most 86400"],
         ),
         (("tail", "tcp://h:1", "--timeout", "nan"), ["--timeout: nan is not above 0"]),
+        (("tail", "tcp://h:1", "--topic", "\udcff"), ["--topic: ", "cannot be encoded"]),
+        (("tail", "tcp://h:1\x1b"), ["ENDPOINT"]),
         (("tail", "tcp://h:1", "--timeout", "86401"), ["--timeout: 86401.0", "at most 86400"]),
         (("tail", "tcp://h:1", "-o", "xml"), ["--output", "'xml'"]),
         (
@@ -351,8 +353,12 @@ def test_the_module_exits_like_main() -> None:
 def test_tail_without_a_publisher_has_a_code_of_its_own() -> None:
     """Exit code 3 when nothing came in time, and one line that says where and how long."""
     done = kvevents("tail", "tcp://127.0.0.1:1", "--timeout", "0.1")
-    said = "kvevents tail: nothing came from tcp://127.0.0.1:1 in 0.1 s\n"
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", said)
+    said = "kvevents tail: nothing came from tcp://127.0.0.1:1 in 0.1 s"
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", f"{said}\n")
+    replay = ("--replay-endpoint", "tcp://127.0.0.1:2")
+    done = kvevents("tail", "tcp://127.0.0.1:1", *replay, "--timeout", "0.1")
+    said += ": it is not there, or tcp://127.0.0.1:2 does not answer"
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", f"{said}\n")
 
 
 def site_with(folder: Path, *modules: str) -> str:
