@@ -416,8 +416,14 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _print_checked(settings: Settings) -> None:
-    """The configuration, and the sockets of the ranks that were asked for."""
+    """The configuration, and the sockets of the ranks that were asked for; on stderr, what of a sink its
+    own consumer would not take.
+    """
+    from publisher.misfits import misfits
     from publisher.resolved import resolved
+
+    for line in misfits(settings.config, settings.facts):
+        print(f"kvevents serve: {line}", file=sys.stderr)
 
     told = msgspec.to_builtins(settings.config)
     if settings.shown:
