@@ -46,7 +46,8 @@ def _payloads(sink: SinkConfig) -> Iterator[bytes]:
         BlockStored([*_HASHES], None, _TOKENS, 4, medium=medium) for medium in StorageMedium
     ]
     removals: list[Event] = [BlockRemoved([*_HASHES[::-1]], medium) for medium in StorageMedium]
-    for events in ([AllBlocksCleared()], *([one] for one in (*stores, *removals))):
+    every: list[Event] = [AllBlocksCleared(), *stores, *removals]
+    for events in ([one] for one in every):
         if told := view.apply(events):
             yield speller.spell(1.0, told)
 
