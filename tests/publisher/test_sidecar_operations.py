@@ -188,7 +188,7 @@ def test_sigusr1_tells_what_an_engine_told(tmp_path: Path) -> None:
 def test_sigusr1_tells_what_a_relay_knows(tmp_path: Path) -> None:
     """An engine cannot tell its state anew; its relay can."""
     pub, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
-    story = StoryWorker(11, foreign=True)
+    story = StoryWorker(15, foreign=True)
     with (
         Engine() as engine,
         start_kvevents(
@@ -202,6 +202,7 @@ def test_sigusr1_tells_what_a_relay_knows(tmp_path: Path) -> None:
         for _ in range(20):
             story.step()
             engine.publish(story.messages.pop().body)
+        assert any(story.truth.values())
         recorder.follow_until(lambda: recorder.index.resident == story.truth)
         clears, end = len(recorder.clears), recorder.next_seq
         kill(process.pid, signal.SIGUSR1)
