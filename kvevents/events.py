@@ -19,6 +19,7 @@ __all__ = [
     "Event",
     "KVEventBatch",
     "StorageMedium",
+    "medium_of",
 ]
 
 
@@ -110,6 +111,11 @@ class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared")
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def medium_of(event: BlockStored | BlockRemoved) -> StorageMedium:
+    """Where its blocks are; without a word, on the device."""
+    return StorageMedium.GPU if event.medium is None else event.medium
 
 
 class KVEventBatch(msgspec.Struct, array_like=True):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvevents.events import BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.events import BlockRemoved, BlockStored, Event, StorageMedium, medium_of
 from kvevents.extra_keys import check_extra_keys, has_own_keys
 from kvevents.hashing import BlockHash, canonical_hash
 from kvevents.namespace import BASE, Namespace
@@ -118,7 +118,7 @@ class BlockIndex:
             self.oddities.malformed += len(hashes)
             return
         self.block_size = event.block_size
-        medium = StorageMedium.GPU if event.medium is None else event.medium
+        medium = medium_of(event)
         bit, step = _BIT[medium], event.block_size * TOKEN_BYTES
         if parent is not None and parent not in self._blocks:
             self.oddities.unknown_parent += 1

@@ -1,13 +1,17 @@
-"""A stretch of a store's blocks as a store of its own."""
+"""Stretches of a store's blocks, and a store without its tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
 from kvevents.events import BlockStored, StorageMedium
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds, pack_tokens
 
-__all__ = ["piece_of"]
+__all__ = ["piece_of", "runs_of", "without_tokens"]
+
+_NO_TOKENS: tuple[int, ...] = ()
 
 
 def piece_of(
@@ -35,3 +39,21 @@ def piece_of(
         medium=medium,
         extra_keys=None if keys is None else keys[start:stop],
     )
+
+
+def runs_of(wanted: Iterable[bool]) -> list[tuple[int, int]]:
+    """Where `wanted` is True: each stretch as (start, stop), in order."""
+    runs: list[tuple[int, int]] = []
+    start: int | None = None
+    for position, is_wanted in enumerate([*wanted, False]):
+        if is_wanted:
+            start = position if start is None else start
+        elif start is not None:
+            runs.append((start, position))
+            start = None
+    return runs
+
+
+def without_tokens(event: BlockStored) -> BlockStored:
+    """`event` with its tokens left out; itself when it has none."""
+    return msgspec.structs.replace(event, token_ids=_NO_TOKENS) if len(event.token_ids) else event

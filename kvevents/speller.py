@@ -16,12 +16,11 @@ from kvevents.events import (
     Event,
     KVEventBatch,
 )
-from kvevents.pieces import piece_of
+from kvevents.pieces import piece_of, without_tokens
 from kvevents.tokens import TokenIds
 
 __all__ = ["Speller", "Spells"]
 
-_NO_TOKENS: tuple[int, ...] = ()
 _U64 = 2**64 - 1
 _Form: TypeAlias = Callable[[int], int | bytes]
 
@@ -69,6 +68,7 @@ class Speller:
             and all(text == medium.value for medium, text in dialect.media)
         )
         """Whether our own encoding is the one wanted."""
+        self._cuts = dialect.blocks_per_event is not None or not dialect.token_ids
         self.verbatim = self._ours and dialect.token_ids
         self._last: tuple[float, list[Event]] | None = None
         self._payload = b""
@@ -90,7 +90,7 @@ class Speller:
 
     def _spell(self, ts: float, events: list[Event]) -> bytes:
         check_batch(KVEventBatch(ts, events, self._dp_rank))
-        told = list(self._cut(events))
+        told = list(self._cut(events)) if self._cuts else events
         if self._ours:
             return pack_batch(KVEventBatch(ts, told, self._dp_rank))
         return _encode((ts, [self._event(self, event) for event in told], self._dp_rank))
@@ -100,7 +100,7 @@ class Speller:
         most = self._dialect.blocks_per_event
         for event in events:
             if isinstance(event, BlockStored) and not self._dialect.token_ids:
-                event = msgspec.structs.replace(event, token_ids=_NO_TOKENS)  # noqa: PLW2901
+                event = without_tokens(event)  # noqa: PLW2901
             if (
                 most is None
                 or isinstance(event, AllBlocksCleared)

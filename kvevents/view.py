@@ -16,14 +16,20 @@ from collections.abc import Iterator
 import msgspec
 
 from kvevents.dialect import NAMESPACES, Dialect
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    StorageMedium,
+    medium_of,
+)
 from kvevents.extra_keys import has_own_keys
 from kvevents.hashing import BlockHash, canonical_hash
-from kvevents.pieces import piece_of
+from kvevents.pieces import piece_of, runs_of, without_tokens
 
 __all__ = ["View"]
 
-_NO_TOKENS: tuple[int, ...] = ()
 _BIT = {medium: 1 << position for position, medium in enumerate(StorageMedium)}
 
 
@@ -68,10 +74,12 @@ class View:
                     self._hidden.clear()
                     told.append(event)
             self.left_out += len(told) == before
-        return [_redacted(event) for event in told] if self._redacts else told
+        if not self._redacts:
+            return told
+        return [without_tokens(one) if isinstance(one, BlockStored) else one for one in told]
 
     def _store(self, event: BlockStored) -> Iterator[Event]:
-        medium = _medium(event)
+        medium = medium_of(event)
         spoken = self._spoken(event)
         for raw in event.block_hashes[spoken:]:
             block_hash = canonical_hash(raw)
@@ -85,18 +93,14 @@ class View:
         if self._group[told] == _BIT[medium]:
             yield event
             return
-        start: int | None = None
-        for position, raw in enumerate(event.block_hashes):
+        come: list[bool] = []
+        for raw in event.block_hashes:
             block_hash = canonical_hash(raw)
             held = self._media.get(block_hash, 0)
             self._media[block_hash] = held | _BIT[medium]
-            if not held & self._group[told]:
-                start = position if start is None else start
-            elif start is not None:
-                yield piece_of(event, start, position, told)
-                start = None
-        if start is not None:
-            yield piece_of(event, start, len(event.block_hashes), told)
+            come.append(not held & self._group[told])
+        for start, stop in runs_of(come):
+            yield piece_of(event, start, stop, told)
 
     def _spoken(self, event: BlockStored) -> int:
         """How many of its blocks, from the first on, can be told (V2)."""
@@ -113,7 +117,7 @@ class View:
         return len(event.block_hashes)
 
     def _remove(self, event: BlockRemoved) -> Iterator[Event]:
-        medium = _medium(event)
+        medium = medium_of(event)
         told = self._told.get(medium)
         alone = told is None or self._group[told] == _BIT[medium]
         if alone and not self._hidden:
@@ -140,19 +144,9 @@ class View:
         return bool(self._media.get(block_hash, 0) & self._group[self._told[medium]])
 
 
-def _redacted(event: Event) -> Event:
-    if not isinstance(event, BlockStored) or not len(event.token_ids):
-        return event
-    return msgspec.structs.replace(event, token_ids=_NO_TOKENS)
-
-
 def _drop(media: dict[BlockHash, int], block_hash: BlockHash, bit: int) -> None:
     left = media.get(block_hash, 0) & ~bit
     if left:
         media[block_hash] = left
     else:
         media.pop(block_hash, None)
-
-
-def _medium(event: BlockStored | BlockRemoved) -> StorageMedium:
-    return StorageMedium.GPU if event.medium is None else event.medium

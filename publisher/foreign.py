@@ -26,13 +26,20 @@ from dataclasses import dataclass
 import msgspec
 
 from kvevents.behind import Behind
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    StorageMedium,
+    medium_of,
+)
 from kvevents.extra_keys import check_extra_keys
 from kvevents.hashing import BlockHash, canonical_hash
 from kvevents.index import Block, BlockIndex
 from kvevents.merge import merge_events
 from kvevents.namespace import Namespace
-from kvevents.pieces import piece_of
+from kvevents.pieces import piece_of, runs_of
 from kvevents.tokens import TOKEN_BYTES, pack_tokens
 
 __all__ = ["ForeignCounts", "ForeignState"]
@@ -195,7 +202,7 @@ class ForeignState:
         hashes = [canonical_hash(value) for value in event.block_hashes]
         raw_parent = event.parent_block_hash
         parent = None if raw_parent is None else canonical_hash(raw_parent)
-        medium = _medium(event)
+        medium = medium_of(event)
         told: list[Event]
         if not self._is_of_our_size(event):
             return []
@@ -244,7 +251,7 @@ class ForeignState:
             if block is not None and block._replace(media=0) != told[at]:
                 if start < at:
                     yield piece_of(event, start, at)
-                yield self._index.told_on(names[at - stop], _medium(event))
+                yield self._index.told_on(names[at - stop], medium_of(event))
                 start = at + 1
         if start < stop:
             yield piece_of(event, start, stop)
@@ -273,23 +280,19 @@ class ForeignState:
         held.
         """
         media_of = self._index.media_of
-        runs: list[tuple[int, int]] = []
+        come: list[bool] = []
         new: set[BlockHash] = set()
-        start: int | None = None
-        for position, block_hash in enumerate(hashes):
+        for block_hash in hashes:
             again = block_hash in new or bool(media_of(block_hash) & bit)
             placed = parent is None or parent in new or bool(media_of(parent))
             orphan = not placed or parent == block_hash
             self.counts.stored_again += again
             self.counts.orphans += orphan and not again
-            if not again and not orphan:
+            come.append(not again and not orphan)
+            if come[-1]:
                 new.add(block_hash)
-                start = position if start is None else start
-            elif start is not None:
-                runs.append((start, position))
-                start = None
             parent = block_hash
-        return runs if start is None else [*runs, (start, len(hashes))]
+        return runs_of(come)
 
     # -------------------------------------------------------------------------------- removals
 
@@ -331,10 +334,6 @@ class ForeignState:
             gone = self._index.media_of(name) & ~media
             told += [BlockRemoved([name], medium) for medium, bit in _BITS.items() if gone & bit]
         return merge_events(told)
-
-
-def _medium(event: BlockStored) -> StorageMedium:
-    return StorageMedium.GPU if event.medium is None else event.medium
 
 
 def _blocks_of(event: BlockStored) -> list[Block]:

@@ -20,8 +20,7 @@ def record(
 
     The file is made, readable by its owner alone: prompts are in it. Each record is written at once, so
     that a kill costs at most the last; where no batch came, the file is removed again. Returns how many
-    came. Raises ValueError when the file is
-    there already or cannot be written.
+    came. Raises ValueError when the file is there already or cannot be written.
     """
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -22,8 +22,7 @@ from kvevents.errors import KVEventsError
 from kvevents.events import KVEventBatch
 from kvevents.frames import End, parse_live, parse_replay_answer, replay_request
 from kvevents.gaps import Action, Ask, Deliver, Gap, GapTracker, Lost, Restarted
-from publisher.config import ConfigError
-from publisher.curve import is_key
+from publisher.dial import check_client_keys, dial
 
 __all__ = ["Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"]
 
@@ -31,7 +30,6 @@ _MESSAGES_PER_POLL = 1000
 _LONGEST_REJOIN_S = 60.0
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _HANDSHAKES = int(zmq.EVENT_HANDSHAKE_SUCCEEDED) | _REFUSED
-_CURVE_OPTIONS = (zmq.CURVE_SERVERKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SECRETKEY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class Subscriber:
         server_key: str | None = None,
         client_keys: tuple[str, str] | None = None,
     ) -> None:
-        self._curve = _check_curve(server_key, client_keys)
+        self._curve = check_client_keys(server_key, client_keys)
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._replay_endpoint, self._replay_timeout_s = replay_endpoint, replay_timeout_s
         self._tracker = GapTracker(can_replay=replay_endpoint is not None)
@@ -114,12 +112,12 @@ class Subscriber:
         try:
             self._sub.setsockopt(zmq.RCVHWM, 0)
             self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
-            self._connect(self._sub, "endpoint", endpoint)
+            dial(self._sub, "endpoint", endpoint, self._curve)
             self._poller.register(self._sub, zmq.POLLIN)
             if replay_endpoint is not None:  # refuse a bad one now, not when it is first asked
                 with self._context.socket(zmq.DEALER) as dealer:
                     dealer.setsockopt(zmq.LINGER, 0)
-                    self._connect(dealer, "replay_endpoint", replay_endpoint)
+                    dial(dealer, "replay_endpoint", replay_endpoint, self._curve)
             self._act(self._tracker.start())
         except BaseException:
             self.close()
@@ -287,7 +285,7 @@ class Subscriber:
         self._dealer = dealer = self._context.socket(zmq.DEALER)
         self._poller.register(dealer, zmq.POLLIN)
         dealer.setsockopt(zmq.LINGER, 0)
-        self._connect(dealer, "replay_endpoint", self._replay_endpoint)
+        dial(dealer, "replay_endpoint", self._replay_endpoint, self._curve)
         dealer.send_multipart(replay_request(start))
         self._replay_deadline = time.monotonic() + self._replay_timeout_s
 
@@ -296,34 +294,3 @@ class Subscriber:
         if dealer is not None:
             self._poller.unregister(dealer)
             dealer.close(linger=0)
-
-    def _connect(self, socket: zmq.Socket[bytes], key: str, endpoint: str) -> None:
-        if self._curve is not None:
-            for option, value in zip(_CURVE_OPTIONS, self._curve, strict=True):
-                socket.setsockopt_string(option, value)
-        socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"{key}: {endpoint!r} cannot be connected to: {error.strerror}"
-            ) from None
-
-
-def _check_curve(
-    server_key: str | None, client_keys: tuple[str, str] | None
-) -> tuple[str, str, str] | None:
-    """The keys for a socket: the server's, our public and our secret one; None without CURVE."""
-    if server_key is None:
-        if client_keys is not None:
-            raise ConfigError("client_keys: they need a server_key")
-        return None
-    if not is_key(server_key):
-        raise ConfigError("server_key: it is not a CURVE key, 40 characters of Z85")
-    if client_keys is None:
-        public, secret = (key.decode() for key in zmq.curve_keypair())
-    else:
-        public, secret = client_keys
-        if not (is_key(public) and is_key(secret)):
-            raise ConfigError("client_keys: they are not two CURVE keys, 40 characters of Z85 each")
-    return server_key, public, secret

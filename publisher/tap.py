@@ -13,7 +13,7 @@ import zmq
 
 from kvevents.capture import Channel, Message
 from kvevents.frames import JOIN, replay_request
-from publisher.config import ConfigError
+from publisher.dial import check_client_keys, dial
 from publisher.endpoint import check_target
 
 __all__ = ["Tap", "wait_for"]
@@ -56,7 +56,7 @@ class Tap:
         for key, address in (("ENDPOINT", endpoint), ("--replay-endpoint", replay_endpoint)):
             if address is not None:
                 check_target(key, address)
-        self._keys = server_key, client_keys
+        self._keys = check_client_keys(server_key, client_keys)
         self._replay_timeout_s = replay_timeout_s
         self._start: int | None = None
         """From where a replay is under way."""
@@ -153,22 +153,10 @@ class Tap:
             self._monitor = None
 
     def _connect(self, socket: Socket, key: str, endpoint: str) -> None:
-        server_key, client_keys = self._keys
-        if server_key is not None:
-            public, secret = client_keys or tuple(part.decode() for part in zmq.curve_keypair())
-            socket.setsockopt_string(zmq.CURVE_SERVERKEY, server_key)
-            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, public)
-            socket.setsockopt_string(zmq.CURVE_SECRETKEY, secret)
         socket.setsockopt(zmq.RCVHWM, _HWM)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"{key}: {endpoint!r} cannot be connected to: {error.strerror}"
-            ) from None
+        dial(socket, key, endpoint, self._keys)
 
 
 def wait_for(taps: Iterable[Tap], until: float) -> None:
