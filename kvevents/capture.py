@@ -11,13 +11,13 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from enum import IntEnum
 
 import msgspec
 
 from kvevents.errors import KVEventsError
+from kvevents.message import Channel, Message
 
-__all__ = ["CaptureHead", "CaptureReader", "Channel", "Message", "capture_start", "pack_message"]
+__all__ = ["CaptureHead", "CaptureReader", "capture_start", "pack_message"]
 
 _MAGIC = b"kvevents capture "
 _VERSION = b"1"
@@ -26,20 +26,6 @@ _MAX_FIRST_LINE = 64
 _lengths = struct.Struct("<II")
 _length = struct.Struct("<I")
 _MAX_BODY = 1 << 30
-_END_SEQ = b"\xff" * 8
-
-
-class Channel(IntEnum):
-    """Where a message went."""
-
-    LIVE = 0
-    """From the PUB socket."""
-    ASKED = 1
-    """To the replay socket: a request."""
-    ANSWER = 2
-    """From the replay socket, without the identity."""
-    OVER = 3
-    """From nobody: the replay has not ended, and was given up."""
 
 
 class CaptureHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,26 +35,6 @@ class CaptureHead(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str | None = None
     topic: str = ""
     started_ns: int = 0
-
-
-class Message(msgspec.Struct, array_like=True, frozen=True):
-    """A multipart message, and when it came, in nanoseconds since the epoch."""
-
-    at_ns: int
-    channel: Channel
-    frames: list[bytes]
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether it is something published, and not how replays begin and end."""
-        return self.channel == Channel.LIVE or (
-            self.channel == Channel.ANSWER and not self.ends_replay
-        )
-
-    @property
-    def ends_replay(self) -> bool:
-        """Whether it is the answer that says that there is no more."""
-        return self.channel == Channel.ANSWER and self.frames[-2:] == [_END_SEQ, b""]
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -19,19 +19,23 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from kvevents.frames import JOIN
 
 __all__ = ["Action", "Ask", "Deliver", "Gap", "GapTracker", "Lost", "Restarted"]
 
 
+P = TypeVar("P")
+"""A payload: anything that tells by == whether it says the same as another."""
+
+
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Generic[P]):
     """Apply this batch. `replayed`: it came in answer to a replay."""
 
     seq: int
-    payload: bytes
+    payload: P
     replayed: bool
 
 
@@ -65,10 +69,10 @@ class Restarted:
     seq: int
 
 
-Action: TypeAlias = Deliver | Ask | Gap | Lost | Restarted
+Action: TypeAlias = Deliver[P] | Ask | Gap | Lost | Restarted
 
 
-class GapTracker:
+class GapTracker(Generic[P]):
     """One stream's tracker. `can_replay`: there is a replay endpoint to ask.
 
     `attempts`: how often one replay is asked for before it is given up.
@@ -80,7 +84,7 @@ class GapTracker:
         if attempts < 1:
             raise ValueError(f"attempts: {attempts} is below 1")
         self._can_replay, self._attempts = can_replay, attempts
-        self._held: deque[tuple[int, bytes]] = deque(maxlen=max_held)
+        self._held: deque[tuple[int, P]] = deque(maxlen=max_held)
         self._expected: int | None = None
         """The next seq to deliver; None before anything is known of the stream."""
         self._live_last = -1
@@ -93,7 +97,7 @@ class GapTracker:
         """Whether the replay under way brings the state: a JOIN, or what is asked for in place of one."""
         self._resume: int | None = None
         """Where to go on when a JOIN after the first is not understood."""
-        self._mark: tuple[int, bytes] | None = None
+        self._mark: tuple[int, P] | None = None
         """The newest batch known to be of the run that the others delivered are of: it came live, or in
         an answer that began with the mark or the state. An answer to a mere hole may be another run's.
         """
@@ -118,11 +122,11 @@ class GapTracker:
         """Whether a replay is under way."""
         return self._asked is not None
 
-    def start(self) -> list[Action]:
-        """Join the stream: ask for the state now."""
-        return [self._ask(JOIN)] if self._can_replay else []
+    def start(self, at: int = JOIN) -> list[Action[P]]:
+        """Join the stream: ask for the state now, or for what follows `at`."""
+        return [self._ask(at)] if self._can_replay else []
 
-    def rejoin(self) -> list[Action]:
+    def rejoin(self) -> list[Action[P]]:
         """What was given up is to be repaired: ask for the state now.
 
         What was held is dropped; it is in the answer, or shows as a gap.
@@ -135,7 +139,7 @@ class GapTracker:
         self._expected, self._failures = None, 0
         return [self._ask(JOIN)]
 
-    def reconnected(self) -> list[Action]:
+    def reconnected(self) -> list[Action[P]]:
         """The live connection is a new one: find out whether the run behind it is (G3).
 
         Not to be called after `live` with a frame of the new connection.
@@ -149,7 +153,7 @@ class GapTracker:
         self._failures = 0
         return [self._ask(self._mark[0])]
 
-    def live(self, seq: int, payload: bytes) -> list[Action]:
+    def live(self, seq: int, payload: P) -> list[Action[P]]:
         """A frame came on the live socket."""
         if seq <= self._live_last:
             return self._restart(seq, payload)
@@ -159,7 +163,7 @@ class GapTracker:
             return []
         return self._next(seq, payload)
 
-    def replayed(self, seq: int, payload: bytes) -> list[Action]:
+    def replayed(self, seq: int, payload: P) -> list[Action[P]]:
         """A frame came in answer to a replay."""
         if self._asked is None:
             return []
@@ -173,7 +177,7 @@ class GapTracker:
         if seq < expected:
             return []
         self._answers += 1
-        actions: list[Action] = []
+        actions: list[Action[P]] = []
         while self._held and self._held[0][0] < seq:  # the log has dropped what came live
             early, text = self._held.popleft()
             if early >= expected:
@@ -181,7 +185,7 @@ class GapTracker:
                 expected = early + 1
         return [*actions, *_lost(expected, seq), self._deliver(seq, payload, replayed=True)]
 
-    def end(self) -> list[Action]:
+    def end(self) -> list[Action[P]]:
         """The replay's end marker came."""
         asked, self._asked = self._asked, None
         if asked is None:
@@ -198,7 +202,7 @@ class GapTracker:
             return self._release(gave_up=False)
         return self._release(gave_up=self._sought and not self._answers)
 
-    def failed(self) -> list[Action]:
+    def failed(self) -> list[Action[P]]:
         """The replay did not end in time, or the endpoint answered nonsense."""
         if self._asked is None:
             return []
@@ -230,7 +234,7 @@ class GapTracker:
             return self._expected
         return self._mark[0]
 
-    def _compare(self, seq: int, payload: bytes) -> list[Action]:
+    def _compare(self, seq: int, payload: P) -> list[Action[P]]:
         """An answer's frame tells which run it is of (G3)."""
         if self._mark is not None and seq < self._mark[0]:
             return []
@@ -239,12 +243,12 @@ class GapTracker:
         self._same_run = self._vouched = True
         return []
 
-    def _join_anew(self) -> list[Action]:
+    def _join_anew(self) -> list[Action[P]]:
         """The run may be another: ask for its state."""
         self._forget()
         return [self._ask(JOIN)]
 
-    def _ask_without_join(self) -> list[Action]:
+    def _ask_without_join(self) -> list[Action[P]]:
         """The publisher has no snapshots: ask for what follows, or for all of another run."""
         self._expected, self._resume = self._resume, None
         if self._same_run:
@@ -252,16 +256,16 @@ class GapTracker:
         self._same_run = True
         return [Restarted(0), self._ask(0)]
 
-    def _deliver(self, seq: int, payload: bytes, *, replayed: bool) -> Deliver:
+    def _deliver(self, seq: int, payload: P, *, replayed: bool) -> Deliver[P]:
         self._expected = seq + 1
         if self._same_run and (self._vouched or not replayed):
             self._mark = seq, payload
         return Deliver(seq, payload, replayed)
 
-    def _next(self, seq: int, payload: bytes) -> list[Action]:
+    def _next(self, seq: int, payload: P) -> list[Action[P]]:
         """A frame's turn, in step."""
         if self._expected is None:  # no replay told what came before
-            before = _lost(0, seq)
+            before: list[Action[P]] = _lost(0, seq)
             if not seq and not self._same_run:
                 self._same_run, before = True, [Restarted(0)]
             return [*before, self._deliver(seq, payload, replayed=False)]
@@ -275,9 +279,9 @@ class GapTracker:
             return [gap, self._ask(self._expected)]
         return [gap, Lost(gap.first, gap.count), self._deliver(seq, payload, replayed=False)]
 
-    def _release(self, *, gave_up: bool) -> list[Action]:
+    def _release(self, *, gave_up: bool) -> list[Action[P]]:
         """Deliver what was held; ask again for a hole in it unless that has just been in vain."""
-        actions: list[Action] = []
+        actions: list[Action[P]] = []
         while self._held:
             seq, payload = self._held.popleft()
             expected = self._expected
@@ -293,7 +297,7 @@ class GapTracker:
                 return actions
         return actions
 
-    def _restart(self, seq: int, payload: bytes) -> list[Action]:
+    def _restart(self, seq: int, payload: P) -> list[Action[P]]:
         self._forget()
         self._live_last, self._same_run = seq, True
         if self._can_replay:
@@ -308,5 +312,5 @@ class GapTracker:
         self._failures, self._live_last = 0, -1
 
 
-def _lost(first: int, end: int) -> list[Action]:
+def _lost(first: int, end: int) -> list[Action[P]]:
     return [Lost(first, end - first)] if end > first else []

@@ -3,31 +3,41 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvevents.gaps import Gap, Lost, Restarted
-from publisher.attendant import Respawn, SidecarState
-from publisher.client import ClientStats, LinkError, SidecarClient
-from publisher.config import (
-    ConfigError,
-    CurveConfig,
-    RelayConfig,
-    SidecarConfig,
-    SinkConfig,
-    WorkerInfo,
-    read_config,
-)
-from publisher.config_file import load_config
-from publisher.spawn import Sidecar, listen, spawn
-
 if TYPE_CHECKING:
+    from kvevents.gaps import Gap, Lost, Restarted
+    from publisher.attendant import Respawn, SidecarState
+    from publisher.client import ClientStats, LinkError, SidecarClient
+    from publisher.config import (
+        ConfigError,
+        CurveConfig,
+        RelayConfig,
+        SidecarConfig,
+        SinkConfig,
+        WorkerInfo,
+        read_config,
+    )
+    from publisher.config_file import load_config
+    from publisher.spawned import Sidecar, listen, spawn
     from publisher.subscriber import Batch, Received, Subscriber, SubscriberStats, Undecodable
 else:
-    _NEED_ZMQ = {"Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"}
+    _HOMES = {
+        "kvevents.gaps": "Gap Lost Restarted",
+        "publisher.attendant": "Respawn SidecarState",
+        "publisher.client": "ClientStats LinkError SidecarClient",
+        "publisher.config": "ConfigError CurveConfig RelayConfig SidecarConfig SinkConfig WorkerInfo"
+        " read_config",
+        "publisher.config_file": "load_config",
+        "publisher.spawned": "Sidecar listen spawn",
+        "publisher.subscriber": "Batch Received Subscriber SubscriberStats Undecodable",
+    }
+    _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
     def __getattr__(name):
-        """The subscriber's names, once they are asked for: only they need pyzmq in this process."""
-        if name not in _NEED_ZMQ:
+        """A public name, once it is asked for: a worker needs no pyzmq, and a command starts at once."""
+        if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module("publisher.subscriber"), name)
+        globals()[name] = value = getattr(import_module(_HOME[name]), name)
+        return value
 
 
 __all__ = [

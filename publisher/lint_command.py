@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from kvevents.capture import CaptureReader, Channel, Message
+from kvevents.capture import CaptureReader
 from kvevents.errors import KVEventsError
 from kvevents.lint import CONSUMERS, Consumer, Finding, Lint
+from kvevents.message import Channel, Message
 from publisher.checks import one_line
 from publisher.tap import Tap, wait_for
 

@@ -6,30 +6,21 @@ thread: sockets are made, used and closed by the thread that calls.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
-import zmq
-
 from kvevents.codec import Skipped, decode_batch
 from kvevents.errors import KVEventsError
 from kvevents.events import KVEventBatch
-from kvevents.frames import End, parse_live, parse_replay_answer, replay_request
-from kvevents.gaps import Action, Ask, Deliver, Gap, GapTracker, Lost, Restarted
-from publisher.dial import check_client_keys, dial
+from kvevents.follower import Arrival, Malformed, Told
+from kvevents.gaps import Gap, Lost, Restarted
+from kvevents.message import Channel
+from publisher.listener import Listener, wait_for
 
 __all__ = ["Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"]
-
-_MESSAGES_PER_POLL = 1000
-_LONGEST_REJOIN_S = 60.0
-_REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-_HANDSHAKES = int(zmq.EVENT_HANDSHAKE_SUCCEEDED) | _REFUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,46 +83,31 @@ class Subscriber:
         server_key: str | None = None,
         client_keys: tuple[str, str] | None = None,
     ) -> None:
-        self._curve = check_client_keys(server_key, client_keys)
-        self._context = zmq.Context[zmq.Socket[bytes]]()
-        self._replay_endpoint, self._replay_timeout_s = replay_endpoint, replay_timeout_s
-        self._tracker = GapTracker(can_replay=replay_endpoint is not None)
-        self._dealer: zmq.Socket[bytes] | None = None
-        self._replay_deadline = float("inf")
-        self._rejoin_at = float("inf")
-        self._rejoin_after_s = replay_timeout_s
-        self._connections = 0
-        self._postponed: int | None = None
-        """The start to ask from once the live socket is connected."""
+        self._listener = Listener(
+            endpoint,
+            replay_endpoint,
+            topic=topic,
+            replay_timeout_s=replay_timeout_s,
+            server_key=server_key,
+            client_keys=client_keys,
+        )
         self._ready: deque[Received] = deque()
         self.stats = SubscriberStats()
-        self._sub = self._context.socket(zmq.SUB)
-        self._monitor = self._sub.get_monitor_socket(_HANDSHAKES)
-        self._poller = zmq.Poller()
-        self._poller.register(self._monitor, zmq.POLLIN)
-        try:
-            self._sub.setsockopt(zmq.RCVHWM, 0)
-            self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
-            dial(self._sub, "endpoint", endpoint, self._curve)
-            self._poller.register(self._sub, zmq.POLLIN)
-            if replay_endpoint is not None:  # refuse a bad one now, not when it is first asked
-                with self._context.socket(zmq.DEALER) as dealer:
-                    dealer.setsockopt(zmq.LINGER, 0)
-                    dial(dealer, "replay_endpoint", replay_endpoint, self._curve)
-            self._act(self._tracker.start())
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def next_seq(self) -> int | None:
         """The seq of the batch that would come next; None while nothing is known of the stream."""
-        return self._tracker.expected
+        return self._listener.follower.next_seq
 
     @property
     def recovering(self) -> bool:
         """Whether a replay is under way: what was received is not the newest there is."""
-        return self._tracker.recovering
+        return self._listener.follower.recovering
+
+    @property
+    def connected(self) -> bool:
+        """Whether the publisher is there, as far as was noticed while receiving."""
+        return self._listener.connected
 
     def receive(self, timeout_s: float | None = None) -> list[Received]:
         """What came, in order; waits for something at most `timeout_s` (None: for ever).
@@ -140,23 +116,11 @@ class Subscriber:
         """
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready:
-            now = time.monotonic()
-            if self._dealer is not None and now >= self._replay_deadline:
-                self._act(self._tracker.failed())
-                continue
-            if self._dealer is None and now >= self._rejoin_at:
-                self._rejoin_at = float("inf")
-                self._act(self._tracker.rejoin())
-                continue
-            until = min(deadline, self._replay_deadline if self._dealer else self._rejoin_at)
-            wait = None if until == float("inf") else math.ceil(max(0.0, until - now) * 1000)
-            ready = dict(self._poller.poll(wait))
-            if self._monitor in ready:
-                self._notice_connection()
-            if self._dealer is not None and self._dealer in ready:
-                self._read_replay(self._dealer)
-            if self._sub in ready:
-                self._read_live()
+            wait_for([self._listener], deadline)
+            for message, arrivals in self._listener.turn():
+                self.stats.refused += message.channel == Channel.REFUSED
+                for arrival in arrivals:
+                    self._receive(arrival)
             if time.monotonic() >= deadline:
                 break
         received, self._ready = list(self._ready), deque()
@@ -164,13 +128,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Safe to call twice."""
-        self._close_dealer()
-        if not self._sub.closed:
-            self._sub.disable_monitor()
-        self._monitor.close(linger=0)
-        self._context.destroy(
-            linger=0
-        )  # a socket that an interrupt has left open would be waited for
+        self._listener.close()
 
     def __enter__(self) -> Subscriber:
         return self
@@ -185,112 +143,28 @@ class Subscriber:
 
     # --------------------------------------------------------------------------------- inside
 
-    def _notice_connection(self) -> None:
-        """With the first connection, ask what was postponed. A later one may be to another run of the
-        publisher: find out.
-        """
-        event = int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder)
-        if event & _REFUSED:
-            self.stats.refused += 1
-            return
-        self._connections += 1
-        if self._connections > 1:
-            self._act(self._tracker.reconnected())
-        elif self._postponed is not None:
-            self._ask(self._postponed)
-
-    def _read_live(self) -> None:
-        """No message is acted on before the connection that it came on was noticed."""
-        messages: list[list[bytes]] = []
-        with contextlib.suppress(zmq.Again):
-            while len(messages) < _MESSAGES_PER_POLL:
-                messages.append(self._sub.recv_multipart(zmq.NOBLOCK))
-        while self._monitor.poll(0):
-            self._notice_connection()
-        for frames in messages:
-            try:
-                frame = parse_live(frames)
-            except KVEventsError:
+    def _receive(self, arrival: Arrival) -> None:
+        match arrival:
+            case Told():
+                self.stats.replayed += arrival.replayed
+                self._ready.append(self._decoded(arrival))
+            case Malformed():
                 self.stats.malformed += 1
-                continue
-            self._act(self._tracker.live(frame.seq, frame.payload))
+            case Gap():
+                self.stats.gaps += 1
+                self._ready.append(arrival)
+            case Lost(count=count):
+                self.stats.lost += count
+                self._ready.append(arrival)
+            case Restarted():
+                self.stats.restarts += 1
+                self._ready.append(arrival)
 
-    def _read_replay(self, dealer: zmq.Socket[bytes]) -> None:
-        self._replay_deadline = time.monotonic() + self._replay_timeout_s
-        for _ in range(_MESSAGES_PER_POLL):
-            try:
-                frames = dealer.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                answer = parse_replay_answer(frames)
-            except KVEventsError:
-                self.stats.malformed += 1
-                self._act(self._tracker.failed())
-                return
-            if isinstance(answer, End):
-                self._close_dealer()
-                self._act(self._tracker.end())
-                return
-            self._act(self._tracker.replayed(answer.seq, answer.payload))
-            if self._dealer is not dealer:  # something else is asked for
-                return
-
-    def _act(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Deliver():
-                    self._deliver(action)
-                case Ask(start=start):
-                    self._ask(start)
-                case Gap():
-                    self.stats.gaps += 1
-                    self._ready.append(action)
-                case Lost(count=count):
-                    self.stats.lost += count
-                    self._ready.append(action)
-                case Restarted():
-                    self.stats.restarts += 1
-                    self._ready.append(action)
-        if not self._tracker.recovering:
-            self._close_dealer()
-        if self._tracker.recovering:
-            return
-        if not self._tracker.diverged:
-            self._rejoin_at, self._rejoin_after_s = float("inf"), self._replay_timeout_s
-        elif self._rejoin_at == float("inf"):
-            self._rejoin_at = time.monotonic() + self._rejoin_after_s
-            self._rejoin_after_s = min(_LONGEST_REJOIN_S, self._rejoin_after_s * 2)
-
-    def _deliver(self, deliver: Deliver) -> None:
-        self.stats.replayed += deliver.replayed
+    def _decoded(self, told: Told) -> Batch | Undecodable:
         try:
-            decoded = decode_batch(deliver.payload)
+            decoded = decode_batch(told.payload)
         except KVEventsError as error:
             self.stats.malformed += 1
-            self._ready.append(Undecodable(deliver.seq, deliver.payload, str(error)))
-            return
+            return Undecodable(told.seq, told.payload, str(error))
         self.stats.batches += 1
-        self._ready.append(Batch(deliver.seq, decoded.batch, decoded.skipped, deliver.replayed))
-
-    def _ask(self, start: int) -> None:
-        """On a new socket: answers to an earlier request cannot get in between. Not before the live
-        socket is connected: else the answer might be of a run that is gone when the live batches come.
-        """
-        self._close_dealer()
-        if not self._connections:
-            self._postponed = start
-            return
-        assert self._replay_endpoint is not None, "G2: only a tracker that can replay asks"
-        self._dealer = dealer = self._context.socket(zmq.DEALER)
-        self._poller.register(dealer, zmq.POLLIN)
-        dealer.setsockopt(zmq.LINGER, 0)
-        dial(dealer, "replay_endpoint", self._replay_endpoint, self._curve)
-        dealer.send_multipart(replay_request(start))
-        self._replay_deadline = time.monotonic() + self._replay_timeout_s
-
-    def _close_dealer(self) -> None:
-        dealer, self._dealer = self._dealer, None  # first of all: Ctrl-C may come between any two
-        if dealer is not None:
-            self._poller.unregister(dealer)
-            dealer.close(linger=0)
+        return Batch(told.seq, decoded.batch, decoded.skipped, told.replayed)

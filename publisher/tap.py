@@ -11,8 +11,8 @@ from types import TracebackType
 
 import zmq
 
-from kvevents.capture import Channel, Message
 from kvevents.frames import JOIN, replay_request
+from kvevents.message import Channel, Message
 from publisher.dial import check_client_keys, dial
 from publisher.endpoint import check_target
 

@@ -49,7 +49,7 @@ class Router:
         self._output = output
         self._live: deque[tuple[int, bytes]] = deque()
         self._replay: Iterator[tuple[int, bytes]] = iter(())
-        self._tracker = GapTracker(can_replay=True, max_held=8, attempts=1_000_000)
+        self._tracker = GapTracker[bytes](can_replay=True, max_held=8, attempts=1_000_000)
         self.index = BlockIndex()
         self.to_lose = 0
         self._act(self._tracker.start())
@@ -88,7 +88,7 @@ class Router:
             self.take_live(1000)
             self.take_replay(1000)
 
-    def _act(self, actions: list[Action]) -> None:
+    def _act(self, actions: list[Action[bytes]]) -> None:
         for action in actions:
             match action:
                 case Deliver(payload=payload):

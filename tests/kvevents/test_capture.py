@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents import KVEventsError
-from kvevents.capture import (
-    CaptureHead,
-    CaptureReader,
-    Channel,
-    Message,
-    capture_start,
-    pack_message,
-)
+from kvevents.capture import CaptureHead, CaptureReader, capture_start, pack_message
+from kvevents.message import Channel, Message
 
 HEAD = CaptureHead(endpoint="tcp://h:1", replay_endpoint="tcp://h:2", topic="kv@", started_ns=5)
 MESSAGES = [

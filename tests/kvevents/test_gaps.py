@@ -18,21 +18,21 @@ def body(seq: int) -> bytes:
     return b"%d" % seq
 
 
-def delivered(*seqs: int, replayed: bool = False) -> list[Action]:
+def delivered(*seqs: int, replayed: bool = False) -> list[Action[bytes]]:
     return [Deliver(seq, body(seq), replayed) for seq in seqs]
 
 
-def live(tracker: GapTracker, *seqs: int) -> list[Action]:
+def live(tracker: GapTracker[bytes], *seqs: int) -> list[Action[bytes]]:
     return [action for seq in seqs for action in tracker.live(seq, body(seq))]
 
 
-def answers(tracker: GapTracker, *seqs: int) -> list[Action]:
+def answers(tracker: GapTracker[bytes], *seqs: int) -> list[Action[bytes]]:
     return [action for seq in seqs for action in tracker.replayed(seq, body(seq))]
 
 
-def following(expected: int) -> GapTracker:
+def following(expected: int) -> GapTracker[bytes]:
     """A tracker in step, whose next seq is `expected`."""
-    tracker = GapTracker(can_replay=True)
+    tracker = GapTracker[bytes](can_replay=True)
     tracker.start()
     answers(tracker, *range(expected))
     tracker.end()
@@ -46,7 +46,7 @@ def following(expected: int) -> GapTracker:
 
 def test_joining_asks_for_the_state_now() -> None:
     """A subscriber with a replay endpoint asks first; what arrives meanwhile is held."""
-    tracker = GapTracker(can_replay=True)
+    tracker = GapTracker[bytes](can_replay=True)
     assert tracker.start() == [Ask(JOIN)]
     assert tracker.recovering
     assert live(tracker, 7, 8) == []
@@ -55,7 +55,7 @@ def test_joining_asks_for_the_state_now() -> None:
 
 def test_a_snapshot_is_where_the_stream_begins() -> None:
     """The first answer to a join is no hole, whatever its seq; held frames that it covers go."""
-    tracker = GapTracker(can_replay=True)
+    tracker = GapTracker[bytes](can_replay=True)
     tracker.start()
     assert live(tracker, 7, 8, 9) == []
     assert answers(tracker, 6, 7) == delivered(6, 7, replayed=True)
@@ -66,7 +66,7 @@ def test_a_snapshot_is_where_the_stream_begins() -> None:
 
 def test_a_publisher_without_snapshots_is_asked_from_0() -> None:
     """It has nothing as late as a join; all it has is asked for instead."""
-    tracker = GapTracker(can_replay=True)
+    tracker = GapTracker[bytes](can_replay=True)
     tracker.start()
     assert tracker.end() == [Ask(0)]
     assert answers(tracker, 0, 1) == delivered(0, 1, replayed=True)
@@ -76,7 +76,7 @@ def test_a_publisher_without_snapshots_is_asked_from_0() -> None:
 
 def test_what_a_rolling_log_has_dropped_is_lost() -> None:
     """A replay from 0 that begins later leaves a hole, which is reported before the first frame."""
-    tracker = GapTracker(can_replay=True)
+    tracker = GapTracker[bytes](can_replay=True)
     tracker.start()
     tracker.end()
     assert answers(tracker, 5, 6) == [Lost(0, 5), *delivered(5, 6, replayed=True)]
@@ -84,7 +84,7 @@ def test_what_a_rolling_log_has_dropped_is_lost() -> None:
 
 def test_joining_before_the_first_batch() -> None:
     """When nothing was ever published, the stream begins at 0."""
-    tracker = GapTracker(can_replay=True)
+    tracker = GapTracker[bytes](can_replay=True)
     tracker.start()
     assert tracker.end() == [Ask(0)]
     assert tracker.end() == []
@@ -94,7 +94,7 @@ def test_joining_before_the_first_batch() -> None:
 
 def test_a_first_frame_missed_while_joining_is_asked_for() -> None:
     """G2: an answer given before the first batch says nothing of the batches after it."""
-    tracker = GapTracker(can_replay=True)
+    tracker = GapTracker[bytes](can_replay=True)
     tracker.start()
     tracker.end()
     assert live(tracker, 1) == []  # 0 did not arrive
@@ -105,10 +105,10 @@ def test_a_first_frame_missed_while_joining_is_asked_for() -> None:
 
 def test_joining_without_a_replay_endpoint() -> None:
     """Without one, what came before the first frame is lost at once."""
-    tracker = GapTracker(can_replay=False)
+    tracker = GapTracker[bytes](can_replay=False)
     assert tracker.start() == []
     assert live(tracker, 7, 8) == [Lost(0, 7), *delivered(7, 8)]
-    from_0 = GapTracker(can_replay=False)
+    from_0 = GapTracker[bytes](can_replay=False)
     assert live(from_0, 0) == delivered(0)
 
 
@@ -126,7 +126,7 @@ def test_a_gap_is_asked_for_and_filled() -> None:
 def test_replay_and_live_overlap() -> None:
     """Case 64: replay 3..9 while live 7..12 arrive: each once, in order 3..12."""
     tracker = following(3)
-    actions: list[Action] = live(tracker, 7)
+    actions: list[Action[bytes]] = live(tracker, 7)
     assert actions == [Gap(3, 4), Ask(3)]
     for seq in range(3, 10):
         actions += answers(tracker, seq)
@@ -211,7 +211,7 @@ def test_held_frames_are_not_lost_with_the_log() -> None:
 
 def test_a_gap_without_a_replay_endpoint_is_lost() -> None:
     """Nobody can be asked: gap, loss and frame come together."""
-    tracker = GapTracker(can_replay=False)
+    tracker = GapTracker[bytes](can_replay=False)
     live(tracker, 0)
     assert live(tracker, 3) == [Gap(1, 2), Lost(1, 2), *delivered(3)]
     assert not tracker.recovering
@@ -219,7 +219,7 @@ def test_a_gap_without_a_replay_endpoint_is_lost() -> None:
 
 def test_too_many_held_frames_are_asked_for_again() -> None:
     """G2: at most `max_held` are held; the oldest go, and are part of the next hole."""
-    tracker = GapTracker(can_replay=True, max_held=2)
+    tracker = GapTracker[bytes](can_replay=True, max_held=2)
     tracker.start()
     answers(tracker, 0)
     tracker.end()
@@ -248,7 +248,7 @@ def test_a_failed_replay_is_asked_for_again_from_where_it_stopped() -> None:
 
 def test_a_join_that_fails_for_good_goes_on_live() -> None:
     """A dead replay endpoint costs the history, not the stream."""
-    tracker = GapTracker(can_replay=True, attempts=2)
+    tracker = GapTracker[bytes](can_replay=True, attempts=2)
     tracker.start()
     live(tracker, 7)
     assert tracker.failed() == [Ask(JOIN)]
@@ -258,7 +258,7 @@ def test_a_join_that_fails_for_good_goes_on_live() -> None:
 
 def test_a_join_that_fails_with_nothing_held() -> None:
     """The first frame afterwards says how much is lost."""
-    tracker = GapTracker(can_replay=True, attempts=1)
+    tracker = GapTracker[bytes](can_replay=True, attempts=1)
     tracker.start()
     assert tracker.failed() == []
     assert tracker.expected is None
@@ -267,7 +267,7 @@ def test_a_join_that_fails_with_nothing_held() -> None:
 
 def test_attempts_are_counted_for_each_replay() -> None:
     """Failures of one replay, once it has ended, are not held against the next."""
-    tracker = GapTracker(can_replay=True, attempts=2)
+    tracker = GapTracker[bytes](can_replay=True, attempts=2)
     tracker.start()
     assert tracker.failed() == [Ask(JOIN)]
     assert tracker.end() == [Ask(0)]  # the join was answered: another replay
@@ -315,7 +315,7 @@ def test_a_restart_during_a_replay_ends_it() -> None:
 
 def test_a_restart_without_a_replay_endpoint() -> None:
     """What the new run said before its first frame seen is lost."""
-    tracker = GapTracker(can_replay=False)
+    tracker = GapTracker[bytes](can_replay=False)
     live(tracker, 0, 1, 2)
     assert live(tracker, 1) == [Restarted(1), Lost(0, 1), *delivered(1)]
     assert live(tracker, 1) == [Restarted(1), Lost(0, 1), *delivered(1)]
@@ -325,7 +325,7 @@ def test_a_restart_without_a_replay_endpoint() -> None:
 def test_arguments_have_bounds(argument: str) -> None:
     """A bound below 1 is the caller's error, named."""
     with pytest.raises(ValueError, match=f"{argument}: 0 is below 1"):
-        GapTracker(can_replay=True, **{argument: 0})
+        GapTracker[bytes](can_replay=True, **{argument: 0})
 
 
 # ------------------------------------------------------------------------------------ simulation
@@ -379,7 +379,7 @@ class Publisher:
 class Subscriber:
     """Does what a tracker says, checks G1 and G2 on the way, and holds what a router would believe."""
 
-    tracker: GapTracker
+    tracker: GapTracker[bytes]
     publisher: Publisher
     faithful: bool
     asked: Ask | None = None
@@ -390,7 +390,7 @@ class Subscriber:
     blocks: set[int] = field(default_factory=set)
     latest_ask: Ask | None = None
 
-    def do(self, actions: list[Action]) -> None:
+    def do(self, actions: list[Action[bytes]]) -> None:
         for action in actions:
             match action:
                 case Ask():
@@ -413,7 +413,7 @@ class Subscriber:
     def expected(self) -> int:
         return 0 if self.last is None else self.last + 1
 
-    def check_order(self, action: Deliver) -> None:
+    def check_order(self, action: Deliver[bytes]) -> None:
         """G1: ascending, once each, and every hole is in `lost`."""
         joined = self.last is None and action.replayed and self.asked == Ask(JOIN)
         assert action.seq >= self.expected
@@ -477,7 +477,7 @@ STEPS = [*FAITHFUL, "fail", "truncate", "stale"]
 
 
 def run(
-    steps: list[str], publisher: Publisher, tracker: GapTracker, *, faithful: bool
+    steps: list[str], publisher: Publisher, tracker: GapTracker[bytes], *, faithful: bool
 ) -> Subscriber:
     subscriber = Subscriber(tracker, publisher, faithful)
     wire: deque[int] = deque()
@@ -527,7 +527,7 @@ def test_any_stream(
     And it ends: when the wire is quiet, everything up to the last frame is delivered or lost; with
     room to hold what arrives, nothing that arrived is lost.
     """
-    tracker = GapTracker(can_replay=can_replay, max_held=max_held, attempts=attempts)
+    tracker = GapTracker[bytes](can_replay=can_replay, max_held=max_held, attempts=attempts)
     publisher = Publisher(retain, snapshots)
     found = run(steps, publisher, tracker, faithful=False)
     assert not tracker.recovering
@@ -544,7 +544,7 @@ def test_a_faithful_replay_loses_nothing(
     steps: list[str], retain: int, snapshots: bool, max_held: int
 ) -> None:
     """Whatever is lost on the wire, a replay with all frames or with snapshots restores the state."""
-    tracker = GapTracker(can_replay=True, max_held=max_held)
+    tracker = GapTracker[bytes](can_replay=True, max_held=max_held)
     publisher = Publisher(retain if snapshots else 10**6, snapshots)
     found = run(steps, publisher, tracker, faithful=True)
     assert found.lost == set()
@@ -599,7 +599,7 @@ def test_rejoining_a_publisher_without_snapshots_goes_on() -> None:
 
 def test_rejoining_without_a_replay_endpoint_is_nothing() -> None:
     """There is nobody to ask."""
-    tracker = GapTracker(can_replay=False)
+    tracker = GapTracker[bytes](can_replay=False)
     live(tracker, 0)
     assert tracker.rejoin() == []
     assert live(tracker, 1) == delivered(1)
@@ -638,7 +638,7 @@ def test_a_hole_that_came_after_the_question_is_asked_for() -> None:
 # -------------------------------------------------------------------------------- new connections
 
 
-def others(tracker: GapTracker, *seqs: int) -> list[Action]:
+def others(tracker: GapTracker[bytes], *seqs: int) -> list[Action[bytes]]:
     """Answers of another run."""
     return [action for seq in seqs for action in tracker.replayed(seq, b"other %d" % seq)]
 
@@ -777,7 +777,7 @@ def test_without_the_state_a_new_connection_is_a_join(state: str) -> None:
 
 def test_before_anything_was_told_a_new_connection_is_a_join() -> None:
     """And no restart: nothing is to be forgotten."""
-    tracker = GapTracker(can_replay=True)
+    tracker = GapTracker[bytes](can_replay=True)
     tracker.start()
     assert tracker.reconnected() == [Ask(JOIN)]
     assert tracker.end() == [Ask(0)]
@@ -788,7 +788,7 @@ def test_before_anything_was_told_a_new_connection_is_a_join() -> None:
 
 def test_without_a_replay_endpoint_a_new_connection_is_nothing() -> None:
     """There is nobody to ask."""
-    tracker = GapTracker(can_replay=False)
+    tracker = GapTracker[bytes](can_replay=False)
     live(tracker, 0)
     assert tracker.reconnected() == []
     assert live(tracker, 1) == delivered(1)
@@ -821,7 +821,7 @@ def test_a_join_in_vain_loses_nothing_more() -> None:
 class Traveller:
     """Does what a tracker says over connections that are lost and made again, to whichever run."""
 
-    tracker: GapTracker
+    tracker: GapTracker[bytes]
     publisher: Publisher
     asked: Ask | None = None
     answers: deque[tuple[int, bytes]] | None = None
@@ -834,7 +834,7 @@ class Traveller:
     losses: int = 0
     restarts: int = 0
 
-    def do(self, actions: list[Action]) -> None:
+    def do(self, actions: list[Action[bytes]]) -> None:
         for action in actions:
             match action:
                 case Ask(start):
@@ -945,7 +945,7 @@ TripSteps = st.lists(
 
 def travelling(publisher: Publisher, max_held: int, attempts: int) -> Traveller:
     """One that has joined."""
-    tracker = GapTracker(can_replay=True, max_held=max_held, attempts=attempts)
+    tracker = GapTracker[bytes](can_replay=True, max_held=max_held, attempts=attempts)
     traveller = Traveller(tracker, publisher)
     traveller.do(tracker.start())
     traveller.settle()

@@ -32,17 +32,11 @@ from publisher_rig import (
 from hicache import HiRadixCache, HostPool, KVShape, PagePool
 from hicache.storage import FileStorage, PageFormat
 from kvevents import AllBlocksCleared, BlockStored, StorageMedium
-from kvevents.capture import (
-    CaptureHead,
-    CaptureReader,
-    Channel,
-    Message,
-    capture_start,
-    pack_message,
-)
+from kvevents.capture import CaptureHead, CaptureReader, capture_start, pack_message
 from kvevents.dialect import PRESETS
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_end, replay_request
 from kvevents.lint import CONSUMERS
+from kvevents.message import Channel, Message
 from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
 from publisher.curve import read_secret_key, write_keys

@@ -171,7 +171,7 @@ def test_a_join_carries_the_real_last_seq() -> None:
     for seq in range(50):
         event = BlockStored([seq], None, [seq, 0], BLOCK_SIZE, medium=StorageMedium.CPU)
         log.append(payload_of(event), [event])
-    tracker = GapTracker(can_replay=True)
+    tracker = GapTracker[bytes](can_replay=True)
     assert tracker.start() == [Ask(JOIN)]
     for seq, payload in log.replay(JOIN):
         assert tracker.replayed(seq, payload) == [Deliver(seq, payload, replayed=True)]

@@ -1,4 +1,4 @@
-"""publisher.spawn and publisher.sidecar: the whole way from a worker's records to real sockets."""
+"""publisher.spawned and publisher.sidecar: the whole way from a worker's records to real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""publisher.spawn with real sidecars: killed at any moment, and workers that end in every way."""
+"""publisher.spawned with real sidecars: killed at any moment, and workers that end in every way."""
 
 from __future__ import annotations
 

@@ -557,10 +557,10 @@ def test_a_batch_of_a_new_connection_is_not_taken_for_one_of_the_last() -> None:
             receive_until(subscriber, serve)
             live.cut(new.endpoint)
             while not new.pub.poll(10):
-                subscriber._sub.poll(0)  # it subscribes again
+                subscriber._listener._sub.poll(0)  # it subscribes again
             new.live(1)
-            assert subscriber._sub.poll(10_000)
-            subscriber._read_live()  # as when it comes after the sockets were looked at
+            assert subscriber._listener._sub.poll(10_000)
+            subscriber._listener.turn()
             assert subscriber.recovering
             assert subscriber.next_seq == 1
 
