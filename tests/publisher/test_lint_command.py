@@ -40,8 +40,8 @@ from kvevents.message import Channel, Message
 from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
 from publisher.curve import read_secret_key, write_keys
-from publisher.lint_command import Linted, Report, read_consumers
-from publisher.tap import Tap, wait_for
+from publisher.listener import Listener, wait_for
+from publisher.tools.lint import Linted, Report, read_consumers
 
 WIDE = 0x0123_4567_89AB_CDEF
 GOOD = payload_of(BlockStored([WIDE], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU))
@@ -489,18 +489,18 @@ def test_a_replay_that_is_not_answered_is_over_after_a_while(publisher: RawPubli
     """The tap says so once, and live messages go on."""
     messages: list[Message] = []
     deadline = time.monotonic() + PATIENCE_S
-    with Tap(publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2) as tap:
+    with Listener(publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2) as tap:
         while not any(one.channel == Channel.OVER for one in messages):
             assert time.monotonic() < deadline, messages
             wait_for([tap], deadline)
-            messages += tap.drain()
+            messages += [step.message for step in tap.turn()]
         assert [one.channel for one in messages] == [Channel.ASKED, Channel.OVER]
         assert publisher.request()[1] == JOIN
         publisher.live(0, payload=GOOD)
         while len(messages) < 3:
             assert time.monotonic() < deadline, messages
             wait_for([tap], deadline)
-            messages += tap.drain()
+            messages += [step.message for step in tap.turn()]
     assert messages[2].frames == live_frames(b"", 0, GOOD)
 
 
@@ -707,11 +707,11 @@ def judged(name: str, endpoint: str, replay_endpoint: str | None, *, blocks: int
     report = Report(lines.append, "", as_json=False, verbose=False)
     linted = Linted(read_consumers(name), report, replay=True)
     deadline = time.monotonic() + PATIENCE_S
-    with Tap(endpoint, replay_endpoint) as tap:
+    with Listener(endpoint, replay_endpoint) as tap:
         while linted.blocks < blocks:
             assert time.monotonic() < deadline, (name, linted.blocks, lines)
             wait_for([tap], deadline)
-            for message in tap.drain():
+            for message, _ in tap.turn():
                 linted.take(message)
     linted.close()
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""publisher.tail: one line per event, for people and scripts, and nothing that a stranger smuggles in."""
+"""publisher.tools.tail: a line per event, for people and scripts; nothing that a stranger smuggles in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from publisher import (
     WorkerInfo,
     spawn,
 )
-from publisher.tail import Earlier, json_lines, tail, text_lines
+from publisher.tools.tail import Earlier, json_lines, tail, text_lines
 
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
 

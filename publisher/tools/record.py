@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 from kvevents.capture import CaptureHead, capture_start, pack_message
-from publisher.tap import Tap, wait_for
+from publisher.tools.source import Sources
 
 __all__ = ["record"]
 
 
 def record(
-    tap: Tap, head: CaptureHead, file: Path, *, for_s: float | None, count: int | None
+    sources: Sources, head: CaptureHead, file: Path, *, for_s: float | None, count: int | None
 ) -> int:
     """Write until `for_s` seconds are over, `count` batches came, or Ctrl-C.
 
@@ -32,13 +32,11 @@ def record(
         _write(fd, capture_start(head))
         with contextlib.suppress(KeyboardInterrupt):
             until = float("inf") if for_s is None else time.monotonic() + for_s
-            while time.monotonic() < until and came != count:
-                wait_for([tap], until)
-                for message in tap.drain():
-                    if came == count:
-                        break
-                    _write(fd, pack_message(message.at_ns, message.channel, message.frames))
-                    came += message.is_batch
+            for _, (message, _) in sources.live_steps(until):
+                _write(fd, pack_message(message.at_ns, message.channel, message.frames))
+                came += message.is_batch
+                if came == count:
+                    break
         whole = True
     except OSError as error:
         raise ValueError(f"-w: {file}: {error.strerror}") from None

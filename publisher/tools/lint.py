@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvevents.capture import CaptureReader
-from kvevents.errors import KVEventsError
 from kvevents.lint import CONSUMERS, Consumer, Finding, Lint
 from kvevents.message import Channel, Message
 from publisher.checks import one_line
-from publisher.tap import Tap, wait_for
+from publisher.tools.source import Capture, Live, Source, Sources
 
 __all__ = ["Linted", "Outcome", "Report", "lint", "read_consumers"]
 
-_CHUNK = 1 << 20
 _MAX_HELD, _MAX_HELD_BYTES = 20_000, 64 << 20
 _SEQ_BYTES = 8
 
@@ -164,6 +160,8 @@ class Linted:
             case Channel.OVER:
                 self.report.take(self.lint.over())
                 self._replaying, self._given_up = False, True
+            case Channel.CONNECTED | Channel.DISCONNECTED | Channel.REFUSED:
+                return
             case Channel.LIVE:
                 self._held.append(frames)
                 self._held_bytes += sum(map(len, frames))
@@ -199,30 +197,32 @@ class Linted:
 
 
 def lint(
-    files: Sequence[tuple[Path, Report]],
-    taps: Sequence[tuple[Tap, Report]],
+    sources: Sources,
+    report: Callable[[Source], Report],
     consumers: Sequence[Consumer],
     *,
-    replay: bool,
     for_s: float | None,
     count: int | None,
     warn: Callable[[str], None],
 ) -> Outcome:
     """Captures to their ends, and streams until `for_s` is over, `count` batches came, or Ctrl-C.
 
-    `replay`: whether the taps ask for one. Raises ValueError for a file that is no capture.
+    Raises ValueError for a file that is no capture.
     """
-    linted = [_lint_capture(file, report, consumers, count, warn) for file, report in files]
-    streams = [(tap, Linted(consumers, report, replay=replay)) for tap, report in taps]
+    linted = [
+        _lint_capture(capture, report(capture), consumers, count, warn)
+        for capture in sources.captures
+    ]
+    streams = {one: Linted(consumers, report(one), replay=one.can_replay) for one in sources.live}
     time_is_up = True
     if streams:
         with contextlib.suppress(KeyboardInterrupt):
-            time_is_up = not _follow(streams, for_s, count)
-    for tap, stream in streams:
+            time_is_up = not _follow(sources, streams, for_s, count)
+    for source, stream in streams.items():
         stream.close()
-        if not tap.connected:
-            warn(f"no connection to {tap.endpoint}")
-    live = [stream for _, stream in streams]
+        if not source.connected:
+            warn(f"no connection to {source.address.endpoint}")
+    live = list(streams.values())
     linted += live
     for one in linted:
         if (why := one.missing_end(time_is_up=time_is_up and one in live)) is not None:
@@ -237,67 +237,36 @@ def lint(
 
 
 def _lint_capture(
-    file: Path,
+    capture: Capture,
     report: Report,
     consumers: Sequence[Consumer],
     count: int | None,
     warn: Callable[[str], None],
 ) -> Linted:
-    reader, linted = CaptureReader(), None
-    for message in _messages_of(file, reader):
+    linted = None
+    for message in capture.messages():
         if linted is None:
-            has_replay = reader.head is not None and reader.head.replay_endpoint is not None
-            linted = Linted(consumers, report, replay=has_replay)
+            linted = Linted(consumers, report, replay=capture.can_replay)
         linted.take(message)
         if linted.batches == count:
             break
     else:
         linted = linted or Linted(consumers, report, replay=False)
-        reader.close()
-        if reader.torn:
-            _tell_left_out(file, reader, linted, warn)
+        if (fault := capture.fault(linted.batches)) is not None:
+            report.left_out(capture.left_out, capture.damaged or "it was cut off")
+            linted.faults += capture.damaged is not None
+            warn(fault)
     linted.close()
     return linted
 
 
-def _tell_left_out(
-    file: Path, reader: CaptureReader, linted: Linted, warn: Callable[[str], None]
-) -> None:
-    """What is behind the last whole record: cut off by a kill, or damage, which is a fault."""
-    why = reader.damaged or "it was cut off"
-    linted.report.left_out(reader.torn, why)
-    if reader.damaged is None:
-        warn(f"{file}: the last {reader.torn} bytes were left out: {why}")
-        return
-    linted.faults += 1
-    batches = "1 batch was" if linted.batches == 1 else f"{linted.batches} batches were"
-    share = f"{100 * reader.torn / file.stat().st_size:.0f} % of the file"
-    warn(f"{file}: {batches} read, the other {reader.torn:,} bytes, {share}, were left out: {why}")
-
-
-def _follow(streams: Sequence[tuple[Tap, Linted]], for_s: float | None, count: int | None) -> bool:
-    """Whether `count` batches have come; False: the time is up. The clock is looked at before each
-    message.
-    """
+def _follow(
+    sources: Sources, streams: dict[Live, Linted], for_s: float | None, count: int | None
+) -> bool:
+    """Whether `count` batches have come; False: the time is up."""
     until = float("inf") if for_s is None else time.monotonic() + for_s
-    while time.monotonic() < until:
-        wait_for([tap for tap, _ in streams], until)
-        for tap, stream in streams:
-            for message in tap.drain():
-                stream.take(message)
-                if sum(each.batches for _, each in streams) == count:
-                    return True
-                if time.monotonic() >= until:
-                    return False
+    for source, step in sources.live_steps(until):
+        streams[source].take(step.message)
+        if sum(each.batches for each in streams.values()) == count:
+            return True
     return False
-
-
-def _messages_of(file: Path, reader: CaptureReader) -> Iterator[Message]:
-    try:
-        with file.open("rb") as capture:
-            while chunk := capture.read(_CHUNK):
-                yield from reader.feed(chunk)
-    except OSError as error:
-        raise ValueError(f"SOURCE: {file}: {error.strerror}") from None
-    except KVEventsError as error:
-        raise ValueError(f"SOURCE: {file}: {error}") from None

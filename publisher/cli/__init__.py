@@ -1,0 +1,101 @@
+"""The `kvevents` command. Each command has a module here: its options, and what it runs.
+
+Exit codes: 0 ok, 1 findings (what was looked for is not so), 2 usage, 3 no connection.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from publisher.cli.parsing import USAGE, Parser, Version, say
+
+__all__ = ["COMMANDS", "main", "parser_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: a line of help, the extra that it needs, and the modules that this brings."""
+
+    help: str
+    extra: str = "publisher"
+    modules: tuple[str, ...] = ("zmq",)
+
+
+COMMANDS = {
+    "tail": Command("print a stream, one line per event"),
+    "demo": Command("worker, sidecar and router on a real trace", "demo", ("zmq", "torch")),
+    "serve": Command("the sidecar itself; a worker spawns it"),
+    "lint": Command("which consumers would lose what, and why"),
+    "check": Command("whether a stream is right, for these consumers"),
+    "record": Command("write messages to a capture, for lint to read"),
+    "keygen": Command("a pair of keys for CURVE"),
+}
+
+
+class _OutputError(Exception):
+    """Standard output cannot be written."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            _flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        _discard_output()
+        return 0
+    except _OutputError as error:
+        _discard_output()
+        say(f"kvevents: standard output: {error}")
+        return USAGE
+
+
+def parser_of(command: str | None) -> Parser:
+    """The parser with this command's options, and the names of all; None: with all of their options."""
+    parser = Parser(prog="kvevents", description="KV-cache events of LLM inference workers.")
+    parser.add_argument("--version", action=Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, one in COMMANDS.items():
+        added = commands.add_parser(name, help=one.help)
+        if command in (None, name):
+            import_module(f"publisher.cli.{name}").add_options(added)
+    return parser
+
+
+def _run(arguments: Sequence[str]) -> int:
+    chosen = next((one for one in arguments if not one.startswith("-")), "")
+    parser = parser_of(chosen)
+    options = parser.parse_args(arguments)
+    command = COMMANDS[options.command]
+    if not all(importlib.util.find_spec(module) for module in command.modules):
+        parser.error(f"{options.command} needs pip install 'kvevents[{command.extra}]'")
+    try:
+        return int(import_module(f"publisher.cli.{options.command}").run(options))
+    except (ValueError, TypeError) as error:
+        say(f"kvevents {options.command}: {error}")
+        parser.exit(USAGE)
+
+
+def _flush() -> None:
+    """While a closed pipe, or a full disk, can still be caught."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _OutputError(error.strerror) from None
+
+
+def _discard_output() -> None:
+    """What is still to be written can never be."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

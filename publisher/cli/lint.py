@@ -1,0 +1,97 @@
+"""`kvevents lint`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from publisher.cli.parsing import (
+    FINDINGS,
+    NO_CONNECTION,
+    Parser,
+    add_limits,
+    add_sources,
+    check_limits,
+    read_keys,
+    read_sources,
+    say,
+)
+
+if TYPE_CHECKING:
+    from publisher.tools.lint import Outcome
+    from publisher.tools.source import Source
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: Parser) -> None:
+    """Of `lint`."""
+    parser.add_argument(
+        "--as",
+        dest="consumers",
+        metavar="NAME[,NAME…]",
+        help="these consumers only; else every one",
+    )
+    add_sources(parser)
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="write findings of one kind each time"
+    )
+    add_limits(parser)
+    parser.epilog = (
+        f"Exit code {FINDINGS} when something would be lost, a capture is damaged or a replay does not"
+        f" end, {NO_CONNECTION} when nothing came, or no block was stored."
+    )
+    parser.names = _consumer_names
+
+
+def _consumer_names() -> str:
+    from kvevents.lint import CONSUMERS
+
+    return f"names for --as: {', '.join(CONSUMERS)}"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    from publisher.tools.lint import Report, lint, read_consumers
+    from publisher.tools.source import Sources
+
+    check_limits(options)
+    consumers = read_consumers(options.consumers)
+    addresses = read_sources(options)
+    server_key, client_keys = read_keys(options)
+    as_json = options.output == "json"
+    several = len(addresses) > 1
+
+    def report(source: Source) -> Report:
+        return Report(
+            lambda line: print(line, flush=True),
+            source.name if several or as_json else "",
+            as_json=as_json,
+            verbose=options.verbose,
+        )
+
+    with Sources(
+        addresses, topic=options.topic, attempts=1, server_key=server_key, client_keys=client_keys
+    ) as sources:
+        outcome = lint(
+            sources,
+            report,
+            consumers,
+            for_s=options.for_s,
+            count=options.count,
+            warn=lambda text: say(f"kvevents {options.command}: {text}"),
+        )
+    return _exit_code(options.command, outcome)
+
+
+def _exit_code(command: str, outcome: Outcome) -> int:
+    if not outcome.batches:
+        say(f"kvevents {command}: nothing came")
+        return FINDINGS if outcome.faults else NO_CONNECTION
+    if not outcome.blocks:
+        batches = "1 batch" if outcome.batches == 1 else f"{outcome.batches} batches"
+        say(f"kvevents {command}: no block was stored in {batches}")
+    if outcome.findings or outcome.faults:
+        return FINDINGS
+    return 0 if outcome.blocks else NO_CONNECTION

@@ -1,0 +1,64 @@
+"""`kvevents serve`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from publisher.cli.parsing import NO_CONNECTION, Parser
+
+if TYPE_CHECKING:
+    from publisher.settings import Settings
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: Parser) -> None:
+    """Of `serve`."""
+    from publisher.settings import add_options
+
+    add_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    for early in (signal.SIGUSR1, signal.SIGHUP):  # there is nothing to tell anew yet
+        signal.signal(early, signal.SIG_IGN)
+    from publisher.settings import read_settings, unread
+
+    if (note := unread()) is not None:
+        print(f"kvevents serve: {note}", file=sys.stderr)
+    settings = read_settings(options)
+    if options.check:
+        _print_checked(settings)
+        return 0
+
+    from publisher.sidecar import serve
+    from publisher.source import SourceError
+
+    try:
+        return serve(settings.link, settings.config, facts=settings.facts, forever=settings.forever)
+    except SourceError as error:
+        print(f"kvevents serve: {error}", file=sys.stderr)
+        return NO_CONNECTION
+
+
+def _print_checked(settings: Settings) -> None:
+    """The configuration, and the sockets of the ranks that were asked for; on stderr, what of a sink its
+    own consumer would not take.
+    """
+    from publisher.misfits import misfits
+    from publisher.resolved import resolved
+
+    for line in misfits(settings.config, settings.facts):
+        print(f"kvevents serve: {line}", file=sys.stderr)
+
+    told = msgspec.to_builtins(settings.config)
+    if settings.shown:
+        ranks = [resolved(settings.config, one, settings.facts) for one in settings.shown]
+        told["resolved"] = ranks
+    print(msgspec.json.format(msgspec.json.encode(told)).decode())

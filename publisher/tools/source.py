@@ -1,0 +1,294 @@
+"""Where a stream comes from: a publisher's sockets, or a capture. Each message, with what it brought."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from kvevents.capture import CaptureHead, CaptureReader
+from kvevents.errors import KVEventsError
+from kvevents.follower import Arrival, Follower, Step
+from kvevents.frames import JOIN
+from kvevents.message import Message
+from publisher.checks import one_line, shown
+from publisher.listener import Listener, wait_for
+
+__all__ = ["Address", "Capture", "Live", "Source", "Sources", "parse_sources"]
+
+_HWM = 4000
+"""Messages that may wait for us. What a slow reader misses is missing for it alone."""
+
+_MAX_FRAME = 64 << 20
+"""Bytes; whoever sends a larger one is disconnected for good."""
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A publisher. `name`: what its lines begin with."""
+
+    name: str
+    endpoint: str
+    replay_endpoint: str | None
+
+
+def parse_sources(texts: Sequence[str], replay_endpoint: str | None) -> list[Address | Path]:
+    """`[NAME=]ENDPOINT[,REPLAY]`, where REPLAY is an endpoint or a port of the same host, or a file.
+
+    `replay_endpoint` is that of the one endpoint there is. Raises ValueError for anything else.
+    """
+    found = [_parse(text) if "://" in text else Path(text) for text in texts]
+    if replay_endpoint is not None:
+        if len(found) != 1 or not isinstance(found[0], Address):
+            raise ValueError("--replay-endpoint: it goes with one endpoint, and nothing else")
+        if found[0].replay_endpoint is not None:
+            raise ValueError(f"--replay-endpoint: {shown(texts[0])} names one already")
+        found[0] = Address(found[0].name, found[0].endpoint, replay_endpoint)
+    names = [one.name for one in found if isinstance(one, Address)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"SOURCE: {shown(name)} is named twice")
+    return found
+
+
+def _parse(text: str) -> Address:
+    name, equals, rest = text.partition("=")
+    if not equals or "://" in name:
+        name, rest = "", text
+    endpoint, comma, replay = rest.rpartition(",")
+    if not comma or not (replay.isdecimal() or "://" in replay):  # a comma of a path
+        return Address(name or _short(rest), rest, None)
+    if replay.isdecimal():
+        head, colon, _ = endpoint.rpartition(":")
+        if not endpoint.startswith("tcp://") or not colon:
+            raise ValueError(f"SOURCE: {shown(text)} has a port for replays, but is not of tcp")
+        replay = f"{head}:{replay}"
+    return Address(name or _short(endpoint), endpoint, replay)
+
+
+def _short(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").removeprefix("ipc://")
+
+
+class Live:
+    """A publisher that is listened to. `start`: what is asked for first, where there are replays."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        topic: str = "",
+        start: int | None = JOIN,
+        attempts: int = 3,
+        replay_timeout_s: float = 5.0,
+        server_key: str | None = None,
+        client_keys: tuple[str, str] | None = None,
+    ) -> None:
+        self.name, self.address = one_line(address.name), address
+        self.listener = Listener(
+            address.endpoint,
+            address.replay_endpoint,
+            topic=topic,
+            start=start,
+            attempts=attempts,
+            replay_timeout_s=replay_timeout_s,
+            hwm=_HWM,
+            max_frame=_MAX_FRAME,
+            server_key=server_key,
+            client_keys=client_keys,
+            keys=("ENDPOINT", "--replay-endpoint"),
+        )
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether there is a replay endpoint."""
+        return self.address.replay_endpoint is not None
+
+    @property
+    def follower(self) -> Follower:
+        """What it has come to."""
+        return self.listener.follower
+
+    @property
+    def connected(self) -> bool:
+        """Whether the publisher is there."""
+        return self.listener.connected
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether we read more slowly than it publishes: what is missing may be our own loss."""
+        return self.listener.behind
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self.listener.close()
+
+
+class Capture:
+    """A capture that is read again. Raises ValueError, from `steps`, for a file that is none."""
+
+    def __init__(self, file: Path) -> None:
+        self.name, self.file = one_line(str(file)), file
+        self._reader = CaptureReader()
+        self._follower: Follower | None = None
+
+    connected = True
+    is_behind = False
+
+    @property
+    def head(self) -> CaptureHead | None:
+        """Whom it is of; None before that was read."""
+        return self._reader.head
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether there was a replay endpoint."""
+        return self.head is not None and self.head.replay_endpoint is not None
+
+    @property
+    def follower(self) -> Follower:
+        """What it has come to."""
+        if self._follower is None:
+            self._follower = Follower(can_replay=self.can_replay, start=None)
+        return self._follower
+
+    @property
+    def damaged(self) -> str | None:
+        """Why its end was not read; None: it was, or was cut off."""
+        return self._reader.damaged
+
+    @property
+    def left_out(self) -> int:
+        """How many bytes at its end were not read."""
+        return self._reader.torn
+
+    def fault(self, batches: int) -> str | None:
+        """What is said, once it was read, of an end that was not, after so many batches that were; None:
+        nothing is missing.
+        """
+        if not self.left_out:
+            return None
+        if self.damaged is None:
+            return f"{self.file}: the last {self.left_out} bytes were left out: it was cut off"
+        read = "1 batch was" if batches == 1 else f"{batches} batches were"
+        share = f"{100 * self.left_out / self.file.stat().st_size:.0f} % of the file"
+        return (
+            f"{self.file}: {read} read, the other {self.left_out:,} bytes, {share}, were left out:"
+            f" {self.damaged}"
+        )
+
+    def steps(self) -> Iterator[Step]:
+        """All of it; what is left in the end comes with the last."""
+        last: Step | None = None
+        for message in self.messages():
+            if last is not None:
+                yield last
+            last = Step(message, self.follower.take(message))
+        rest: list[Arrival] = self.follower.close()
+        if last is not None:
+            yield Step(last.message, last.arrivals + rest)
+
+    def messages(self) -> Iterator[Message]:
+        """Each of them as it came."""
+        reader = self._reader
+        try:
+            with self.file.open("rb") as capture:
+                while chunk := capture.read(_CHUNK):
+                    yield from reader.feed(chunk)
+        except OSError as error:
+            raise ValueError(f"SOURCE: {self.file}: {error.strerror}") from None
+        except KVEventsError as error:
+            raise ValueError(f"SOURCE: {self.file}: {error}") from None
+        reader.close()
+
+
+Source = Live | Capture
+
+
+def _named(capture: Capture) -> Iterator[tuple[Source, Step]]:
+    for step in capture.steps():
+        yield capture, step
+
+
+class Sources:
+    """Several of them at once: captures first, merged by the time of their messages, then what is live.
+
+    `live`: settings of `Live`. Raises ValueError for an address that cannot be connected to.
+    """
+
+    def __init__(self, sources: Sequence[Address | Path], **live: object) -> None:
+        self._stack = ExitStack()
+        self.all: list[Source] = []
+        self._pending: deque[tuple[Live, Step]] = deque()
+        """What was taken and not given yet, because the time was up."""
+        try:
+            for one in sources:
+                if isinstance(one, Path):
+                    self.all.append(Capture(one))
+                else:
+                    self.all.append(Live(one, **live))  # type: ignore[arg-type]
+                    self._stack.callback(self.all[-1].close)  # type: ignore[union-attr]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def captures(self) -> list[Capture]:
+        """Those that are files."""
+        return [one for one in self.all if isinstance(one, Capture)]
+
+    @property
+    def live(self) -> list[Live]:
+        """Those that are listened to."""
+        return [one for one in self.all if isinstance(one, Live)]
+
+    def steps(
+        self, until: float = float("inf"), tick_s: float | None = None
+    ) -> Iterator[tuple[Source, Step] | None]:
+        """Each message of each source, until the captures are over and the monotonic clock, where
+        something is live, is at `until`; it is looked at before each message. With `tick_s`, None comes
+        at least that often while something is live.
+        """
+        told = [_named(capture) for capture in self.captures]
+        yield from heapq.merge(*told, key=lambda one: one[1].message.at_ns)
+        next_tick = time.monotonic() + (tick_s or 0.0)
+        while self.live and time.monotonic() < until:
+            if tick_s is None:
+                yield from self.live_steps(until)
+                return
+            yield from self.live_steps(min(until, next_tick))
+            next_tick = time.monotonic() + tick_s
+            yield None
+
+    def live_steps(self, until: float = float("inf")) -> Iterator[tuple[Live, Step]]:
+        """Of what is live only."""
+        pending = self._pending
+        while time.monotonic() < until and self.live:
+            if pending:
+                yield pending.popleft()
+                continue
+            wait_for([one.listener for one in self.live], until)
+            for source in self.live:
+                pending += [(source, step) for step in source.listener.turn()]
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._stack.close()
+
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
