@@ -35,7 +35,7 @@ def wants_colour(when: When, stream: TextIO, environ: Mapping[str, str]) -> bool
 def painter(*, colours: bool) -> Paint:
     """What puts styles around text, or leaves it as it is."""
     if not colours:
-        return lambda text, style: text
+        return lambda text, _style: text
     return _paint
 
 
