@@ -28,12 +28,18 @@ class Command:
 
 COMMANDS = {
     "tail": Command("print a stream, one line per event"),
+    "state": Command("which worker holds what, on which tier; and how much of a prompt"),
+    "top": Command("a live table of workers: rates, blocks, gaps", "tools", ("zmq", "rich")),
+    "check": Command("whether a stream keeps its promises, with the event that breaks one"),
+    "lint": Command("which consumers would lose what, and why"),
+    "doctor": Command("why nothing arrives, and what to change"),
+    "record": Command("write messages to a capture, which the others read too"),
+    "play": Command("publish a capture again, with its replay socket"),
+    "plot": Command("a picture of a capture: tiers, rates, lifetimes", "tools", ("matplotlib",)),
     "demo": Command("worker, sidecar and router on a real trace", "demo", ("zmq", "torch")),
     "serve": Command("the sidecar itself; a worker spawns it"),
-    "lint": Command("which consumers would lose what, and why"),
-    "check": Command("whether a stream is right, for these consumers"),
-    "record": Command("write messages to a capture, for lint to read"),
     "keygen": Command("a pair of keys for CURVE"),
+    "completion": Command("what makes a shell complete these", "tools", ("shtab",)),
 }
 
 
