@@ -21,7 +21,7 @@ from publisher.replay import ReplayServer
 from publisher.status import SinkStatus
 from publisher.topic import render_topic
 
-__all__ = ["Sink", "SinkError"]
+__all__ = ["Sink", "SinkError", "bind_one"]
 
 _MAX_INCOMING_BYTES = 4096
 """Of a subscription or a request. libzmq recurses through a subscription when it forgets it."""
@@ -187,13 +187,14 @@ def _bind(socket: zmq.Socket[bytes], key: str, endpoint: str, kept: str | None) 
     """Bind to `endpoint`, or, where that takes any port, to the one it had before if it is free."""
     if kept is not None and Endpoint.parse(key, endpoint).is_any:
         try:
-            return _bind_one(socket, key, kept)
+            return bind_one(socket, key, kept)
         except SinkError:
             pass
-    return _bind_one(socket, key, endpoint)
+    return bind_one(socket, key, endpoint)
 
 
-def _bind_one(socket: zmq.Socket[bytes], key: str, endpoint: str) -> str:
+def bind_one(socket: zmq.Socket[bytes], key: str, endpoint: str) -> str:
+    """Bind; returns the endpoint it has come to. Raises SinkError."""
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     try:
         if endpoint.startswith("ipc://"):

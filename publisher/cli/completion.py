@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
-from publisher.cli.parsing import Parser
+from publisher.cli.parsing import USAGE, Parser
 
 __all__ = ["add_options", "run"]
+
+_SHELLS = ("bash", "zsh", "fish")
+
+_FILES = ("FILE", "SOURCE", "OUT")
+_FOLDERS = ("DIR", "FOLDER")
+"""What options and arguments that are a file, or a folder, are called in the help."""
 
 
 def add_options(parser: Parser) -> None:
     """Of `completion`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Print what makes a shell complete commands, options, their choices and files."
+    )
+    parser.epilog = f"""\
+examples, the first in ~/.bashrc or ~/.zshrc to have it always:
+  eval "$(kvevents completion bash)"
+  eval "$(kvevents completion zsh)"
+  kvevents completion fish > ~/.config/fish/completions/kvevents.fish
+
+exit codes: 0 printed; {USAGE} usage"""
+    parser.add_argument("shell", choices=_SHELLS)
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
-    raise ValueError("not built yet")
+    import shtab
+
+    from publisher.cli import parser_of
+
+    if options.shell not in shtab.SUPPORTED_SHELLS:
+        raise ValueError(f"{options.shell}: needs a newer shtab, this is {shtab.__version__}")
+    parser = parser_of(None)
+    for action in _actions(parser):
+        if action.metavar in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.metavar in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.help == argparse.SUPPRESS and action.choices:
+            action.help = ""  # it is listed otherwise, and what is suppressed is not completed
+    print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Of a parser and the commands below it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)

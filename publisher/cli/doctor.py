@@ -3,16 +3,180 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
 
-from publisher.cli.parsing import Parser
+from publisher.checks import check_text, one_line
+from publisher.cli.parsing import (
+    FINDINGS,
+    NO_CONNECTION,
+    Parser,
+    add_keys,
+    check_count,
+    read_keys,
+)
+
+if TYPE_CHECKING:
+    from publisher.tools.doctor import Case, Finding
 
 __all__ = ["add_options", "run"]
+
+_LONGEST_S = 3600
 
 
 def add_options(parser: Parser) -> None:
     """Of `doctor`."""
+    parser.description = (
+        "Says in plain words why nothing arrives from a publisher of KV events, and what to\n"
+        "change. Tell it what the router was told."
+    )
+    parser.add_argument(
+        "endpoint",
+        metavar="ENDPOINT",
+        help="the publisher's PUB endpoint, e.g. tcp://10.0.0.5:5557, or with its replay endpoint"
+        " tcp://10.0.0.5:5557,5558",
+    )
+    parser.add_argument("--replay-endpoint", metavar="ENDPOINT", help="its replay endpoint")
+    parser.add_argument("--topic", default="", help="the filter that the router subscribes with")
+    parser.add_argument(
+        "--as", dest="consumer", metavar="NAME", help="which router it is for, as lint knows them"
+    )
+    parser.add_argument(
+        "--block-size", type=int, metavar="N", help="tokens per block that the router expects"
+    )
+    parser.add_argument(
+        "--http", metavar="URL", help="http://HOST:PORT of the sidecar, or the engine: ask it too"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=12.0,
+        metavar="S",
+        help="how long to wait for a message; 12 by default, more than two of a sidecar's heartbeats",
+    )
+    parser.add_argument(
+        "--no-bind",
+        dest="may_bind",
+        action="store_false",
+        help="where nobody listens, do not listen for a second to see whether a publisher connects",
+    )
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="json: a list of findings"
+    )
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+    add_keys(parser)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"""\
+It subscribes to everything for a moment and asks for one replay, reads some thousands of
+messages at most, and stops when it knows. A sink that tells_joiners tells its state anew
+for it; one with CURVE counts its greeting as a handshake that failed.
+
+examples:
+  kvevents doctor tcp://10.0.0.5:5557
+  kvevents doctor tcp://10.0.0.5:5557,5558 --as vllm-router --block-size 16
+  kvevents doctor tcp://10.0.0.5:5557 --topic kv@ --http http://10.0.0.5:9400
+  kvevents doctor tcp://10.0.0.5:5557 --server-key worker.key --client-key router.key_secret
+
+exit codes: 0 nothing wrong was found, {FINDINGS} something is wrong, 2 usage,
+{NO_CONNECTION} nobody is there."""
+    parser.names = _consumer_names
+
+
+def _consumer_names() -> str:
+    from kvevents.lint import CONSUMERS
+
+    return f"names for --as: {', '.join(CONSUMERS)}"
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
-    raise ValueError("not built yet")
+    from publisher.tools.colour import painter, wants_colour
+    from publisher.tools.doctor import conclusion, examine, exit_code, lines
+
+    case = _case(options)
+    as_json = options.output == "json"
+    paint = painter(colours=wants_colour(options.color, sys.stdout, os.environ))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    findings: list[Finding] = []
+    examination = examine(case)
+    while True:
+        try:
+            finding = next(examination)
+        except StopIteration as end:
+            last = conclusion(findings, end.value)
+            break
+        findings.append(finding)
+        if not as_json:
+            print("\n".join(lines(finding, paint, width)), flush=True)
+    if as_json:
+        _print_json(findings, last)
+    else:
+        print(paint(one_line(last), "bold"), flush=True)
+    return exit_code(findings)
+
+
+def _print_json(findings: list[Finding], last: str) -> None:
+    import msgspec
+
+    told: list[dict[str, Any]] = [
+        {
+            "probe": one.probe,
+            "verdict": one.verdict,
+            "text": one_line(one.text),
+            "advice": one.advice,
+        }
+        for one in findings
+    ]
+    wrong = any(one.verdict == "wrong" for one in findings)
+    told.append(
+        {"probe": "conclusion", "verdict": "wrong" if wrong else "ok", "text": last, "advice": ""}
+    )
+    print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode(), flush=True)
+
+
+def _case(options: argparse.Namespace) -> Case:
+    """Raises ValueError for what cannot be."""
+    from publisher.dial import check_client_keys
+    from publisher.tools.doctor import Case
+    from publisher.tools.doctor.asking import read_url
+    from publisher.tools.lint import read_consumers
+
+    check_text("ENDPOINT", options.endpoint)
+    check_text("--topic", options.topic)
+    check_count("--block-size", options.block_size)
+    if not 0 < options.timeout <= _LONGEST_S:
+        raise ValueError(f"--timeout: {options.timeout} is not above 0 and at most {_LONGEST_S}")
+    consumer = None
+    if options.consumer is not None:
+        consumer, *more = read_consumers(options.consumer)
+        if more:
+            raise ValueError("--as: one router at a time; kvevents lint takes several")
+    endpoint, replay_endpoint = _addresses(options.endpoint, options.replay_endpoint)
+    return Case(
+        endpoint,
+        replay_endpoint,
+        topic=options.topic,
+        consumer=consumer,
+        block_size=options.block_size,
+        http=None if options.http is None else read_url("--http", options.http),
+        timeout_s=options.timeout,
+        may_bind=options.may_bind,
+        keys=check_client_keys(*read_keys(options)),
+    )
+
+
+def _addresses(text: str, replay_endpoint: str | None) -> tuple[str, str | None]:
+    """What is no address is a finding, not a mistake in the command; a file is the latter."""
+    from pathlib import Path
+
+    from publisher.tools.source import Address, parse_sources
+
+    if "://" not in text:
+        if Path(text).exists():
+            raise ValueError(f"ENDPOINT: {text} is a file; kvevents check and lint read captures")
+        return text, replay_endpoint
+    (found,) = parse_sources([text], replay_endpoint)
+    assert isinstance(found, Address)
+    return found.endpoint, found.replay_endpoint

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from publisher.cli.parsing import (
     NO_CONNECTION,
+    USAGE,
     Parser,
     add_limits,
     add_sources,
@@ -18,15 +19,41 @@ from publisher.cli.parsing import (
 
 __all__ = ["add_options", "run"]
 
+_EPILOG = f"""\
+examples:
+  kvevents record -w today.kvc tcp://10.0.0.5:5557,5558
+  kvevents record -w hour.kvc tcp://10.0.0.5:5557 --for 3600
+  kvevents record -w - tcp://10.0.0.5:5557,5558 | ssh desk 'cat > today.kvc'
+
+Tokens of prompts are in a capture: its owner alone may read the file. It is
+packed (zcat reads it), and what came is in it at once: a kill costs at most
+what came last. tail, state, check, lint, plot and play read it.
+
+exit codes: 0 ok, {USAGE} usage or the file cannot be written, {NO_CONNECTION} nothing came
+"""
+
 
 def add_options(parser: Parser) -> None:
     """Of `record`."""
+    parser.description = "Write what a publisher sends to a capture, with the time of each message."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_sources(parser)
     parser.add_argument(
-        "-w", "--write", metavar="FILE", required=True, help="the capture; it must not be there yet"
+        "-w",
+        "--write",
+        metavar="FILE",
+        required=True,
+        help="the capture, which must not be there yet; - is standard output",
+    )
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="WHERE",
+        help="what is asked for first, of a replay endpoint: state (what is held now), beginning (all it"
+        " has), live (nothing), or a seq; state unless told",
     )
     add_limits(parser)
-    parser.epilog = f"Exit code {NO_CONNECTION} when nothing came."
+    parser.epilog = _EPILOG
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     import time
 
     from kvevents.capture import CaptureHead
-    from publisher.tools.record import record
-    from publisher.tools.source import Address, Sources
+    from publisher.tools.record import STDOUT, record
+    from publisher.tools.source import Address, Live
 
     check_limits(options)
     addresses = read_sources(options)
@@ -43,22 +70,56 @@ def run(options: argparse.Namespace) -> int:
     if len(addresses) != 1 or not isinstance(address, Address):
         raise ValueError("SOURCE: one endpoint is recorded at a time")
     server_key, client_keys = read_keys(options)
+    start = _start(options.start, address.replay_endpoint)
+    file = Path(options.write)
+    if file == STDOUT:
+        _check_stdout()
     head = CaptureHead(
         endpoint=address.endpoint,
         replay_endpoint=address.replay_endpoint,
         topic=options.topic,
         started_ns=time.time_ns(),
     )
-    with Sources(
-        [address], topic=options.topic, server_key=server_key, client_keys=client_keys
-    ) as sources:
-        file = Path(options.write)
-        came = record(sources, head, file, for_s=options.for_s, count=options.count)
-        if not sources.live[0].connected:
+    with Live(
+        address,
+        topic=options.topic,
+        start=start,
+        hwm=20_000,
+        server_key=server_key,
+        client_keys=client_keys,
+    ) as live:
+        recorded = record(live, head, file, for_s=options.for_s, count=options.count)
+        if not live.connected:
             say(f"kvevents record: no connection to {address.endpoint}")
-    if not came:
+    if recorded.left_out:
+        what = "1 message is" if recorded.left_out == 1 else f"{recorded.left_out} messages are"
+        say(f"kvevents record: {what} too large for a capture, and not in it")
+    if recorded.behind:
+        say(
+            "kvevents record: more came than could be written: what is missing may be missing here only"
+        )
+    if not recorded.batches:
         say("kvevents record: nothing came")
         return NO_CONNECTION
-    what = "batch is" if came == 1 else "batches are"
-    say(f"kvevents record: {came} {what} in {options.write}")
+    what = "1 batch is" if recorded.batches == 1 else f"{recorded.batches} batches are"
+    say(f"kvevents record: {what} in {options.write}")
     return 0
+
+
+def _start(text: str | None, replay_endpoint: str | None) -> int | None:
+    """What to ask for first. Raises ValueError for what is none, and where nobody can be asked."""
+    from publisher.tools.start import Start, parse_start
+
+    start = Start("state") if text is None else parse_start(text)
+    if start.kind == "last":
+        raise ValueError(f"--from: {text} is not state, beginning, live, nor a seq")
+    if text is not None and start.asked is not None and replay_endpoint is None:
+        raise ValueError(f"--from: {text} can be had of a replay endpoint only, and there is none")
+    return start.asked
+
+
+def _check_stdout() -> None:
+    import sys
+
+    if sys.stdout is None or sys.stdout.isatty():
+        raise ValueError("-w: -: standard output is a terminal, and a capture is no text")

@@ -3,16 +3,190 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from publisher.cli.parsing import Parser
+from publisher.cli.parsing import (
+    FINDINGS,
+    NO_CONNECTION,
+    Parser,
+    add_sources,
+    check_seconds,
+    read_keys,
+    read_sources,
+    say,
+)
+
+if TYPE_CHECKING:
+    from publisher.tools.state import Prompt, State
 
 __all__ = ["add_options", "run"]
+
+_LONGEST_REPLAY_S = 5.0
+
+_DESCRIPTION = """\
+Which worker holds what, on which tier; and how much of a prompt.
+
+Joins each stream (where there is a replay endpoint, with what was stored
+before), waits until it is in step and quiet, and prints the blocks that each
+worker and rank holds, by medium: GPU is the device tier, CPU_PINNED the host
+tier; any counts each block once. With a prompt: how many of its leading blocks
+each holds, as a router would score it, and why it is no more.
+"""
+
+_EPILOG = """\
+examples:
+  kvevents state w1=tcp://10.0.0.5:5557,5558 w2=tcp://10.0.0.6:5557,5558
+  kvevents state tcp://10.0.0.5:5557,5558 --tokens 1,2,3,4,5,6,7,8
+  kvevents state tcp://10.0.0.5:5557,5558 --tokens-file request.json --lora sql
+  tokenize prompt.txt | kvevents state tcp://10.0.0.5:5557,5558 --tokens-file -
+  kvevents state monday.capture --blocks
+
+--json: one document.
+  workers: [{worker, rank, block_size, blocks: {MEDIUM: count}, any, seq, whole,
+    quiet, notes}]
+  overlap, with a prompt: {tokens, lora, cache_salt, extra_key, workers: [{worker,
+    rank, block_size, prompt_blocks, blocks: {MEDIUM: leading blocks}, any,
+    tokens: {MEDIUM: leading tokens}, any_tokens, share, breaks_at_block,
+    breaks_at_token, elsewhere, reasons}]}, best first
+  blocks, with --blocks: [{worker, rank, hash, parent, depth, media, lora,
+    cache_salt, extra_key, tokens}]; hashes are strings, signed 64 bits
+
+exit codes: 0 the state is whole; 1 some of it is known to be missing, and its
+  note says what; 2 usage; 3 no connection to any, or nothing came
+"""
 
 
 def add_options(parser: Parser) -> None:
     """Of `state`."""
+    add_sources(parser)
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--tokens", metavar="IDS", help="the prompt: 1,2,3")
+    prompt.add_argument(
+        "--tokens-file",
+        metavar="FILE",
+        help="the prompt: a JSON list, an object with input_ids, token_ids or prompt_token_ids, or ids"
+        " with blanks or commas between; - is stdin",
+    )
+    parser.add_argument("--lora", metavar="NAME", help="the prompt's LoRA adapter")
+    parser.add_argument("--cache-salt", metavar="TEXT", help="the prompt's cache salt")
+    parser.add_argument("--extra-key", metavar="TEXT", help="the prompt's extra key")
+    parser.add_argument(
+        "--blocks", action="store_true", help="list the blocks too: of the prompt, or all"
+    )
+    parser.add_argument(
+        "--quiet",
+        dest="quiet_s",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="it is quiet when nothing was stored or removed for so long (0.5)",
+    )
+    parser.add_argument(
+        "--for",
+        dest="for_s",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="wait for that, and for who is not there, at most so long (10)",
+    )
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "--json", dest="output", action="store_const", const="json", help="the same as -o json"
+    )
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="colours (auto)"
+    )
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
-    raise ValueError("not built yet")
+    from publisher.tools.source import Sources
+    from publisher.tools.state import gather
+
+    check_seconds("--quiet", options.quiet_s)
+    check_seconds("--for", options.for_s)
+    addresses = read_sources(options)
+    prompt = _prompt(options)
+    server_key, client_keys = read_keys(options)
+    with Sources(
+        addresses,
+        topic=options.topic,
+        attempts=1,
+        replay_timeout_s=min(_LONGEST_REPLAY_S, options.for_s / 2),
+        server_key=server_key,
+        client_keys=client_keys,
+    ) as sources:
+        state = gather(sources, quiet_s=options.quiet_s, for_s=options.for_s)
+        for capture in sources.captures:
+            if fault := capture.fault(state.fleet.of(capture).came):
+                say(f"kvevents state: {fault}")
+        _write(state, prompt, options)
+        lost = [one.address.endpoint for one in sources.live if not one.connected]
+        if not state.came:
+            if lost:
+                say(f"kvevents state: no connection to {', '.join(lost)}")
+            else:
+                say("kvevents state: nothing came; kvevents doctor says why")
+            return NO_CONNECTION
+        return 0 if state.whole else FINDINGS
+
+
+def _prompt(options: argparse.Namespace) -> Prompt | None:
+    """The prompt that is looked for. Raises ValueError."""
+    from kvevents.namespace import Namespace
+    from publisher.tools.prompt import parse_tokens, read_tokens
+    from publisher.tools.state import Prompt
+
+    names = {"lora": options.lora, "cache-salt": options.cache_salt}
+    names["extra-key"] = options.extra_key
+    if options.tokens is None and options.tokens_file is None:
+        for key, value in names.items():
+            if value is not None:
+                raise ValueError(
+                    f"--{key}: it is a prompt's, and goes with --tokens or --tokens-file"
+                )
+        return None
+    for key, value in names.items():
+        try:
+            Namespace(value)
+        except ValueError as error:
+            raise ValueError(f"--{key}: {str(error).removeprefix('lora_name: ')}") from None
+    if options.tokens is not None:
+        tokens = parse_tokens("--tokens", options.tokens)
+    else:
+        tokens = read_tokens("--tokens-file", options.tokens_file)
+    return Prompt(tokens, Namespace(options.lora, options.cache_salt, options.extra_key))
+
+
+def _write(state: State, prompt: Prompt | None, options: argparse.Namespace) -> None:
+    import os
+    import shutil
+    import sys
+
+    import msgspec
+
+    from publisher.tools.colour import painter, wants_colour
+
+    if options.output == "json":
+        document = state.document(prompt, blocks=options.blocks)
+        text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+        print(text.translate(_ESCAPES))
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    paint = painter(colours=wants_colour(options.color, sys.stdout, os.environ))
+    tables = [state.table(width)]
+    if prompt is not None:
+        tables.append([[], *state.overlap_table(prompt, width)])
+    for table in tables:
+        for line in table:
+            print("".join(paint(text, style) for text, style in line).rstrip())
+    if options.blocks:
+        print()
+        for told in state.block_lines(prompt):
+            print(told)
+
+
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+"""Controls and line ends that JSON leaves as they are; outside its strings there are none."""

@@ -3,16 +3,156 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from publisher.cli.parsing import Parser
+from publisher.cli.parsing import (
+    NO_CONNECTION,
+    Parser,
+    add_sources,
+    check_seconds,
+    read_keys,
+    read_sources,
+    say,
+)
+
+if TYPE_CHECKING:
+    from publisher.tools.source import Sources
+    from publisher.tools.top import Board
 
 __all__ = ["add_options", "run"]
+
+_ONCE_S = 2.0
+
+_DESCRIPTION = """\
+A live table of workers: rates, blocks, gaps; and the hottest prefixes.
+
+A row for each worker and rank. Rates are of what came live in the last 10 s;
+stored/s and removed/s count blocks; lag is arrival minus a batch's own time, so
+that clocks that differ show in it; lost: batches that nobody has any more;
+findings: what kvevents check would report. Below: the prefixes, up to the block
+where they branch, beneath which most blocks were stored in the last minute.
+Ctrl-C ends it.
+"""
+
+_EPILOG = """\
+examples:
+  kvevents top w1=tcp://10.0.0.5:5557,5558 w2=tcp://10.0.0.6:5557,5558
+  kvevents top tcp://10.0.0.5:5557,5558 --once --for 10
+  kvevents top tcp://10.0.0.5:5557,5558 -o json | jq '.rows[] | {worker, lost}'
+  kvevents top monday.capture
+
+A capture shows how it ends, with rates over all of its time. Where the output is
+no terminal, --once is implied.
+
+-o json: {at_s, window_s (null: all the time), rows: [{worker, rank, link ("up",
+  "down", "file"), events_per_s, stored_per_s, removed_per_s, blocks: {MEDIUM:
+  count}, held, block_size, lag_p50_s, lag_p99_s, seq, gaps, lost, replays,
+  restarts, findings, notes}], hottest: [{root, tip, blocks, tokens, beneath,
+  workers, stores, again}], left_out}; hashes are strings, signed 64 bits
+
+exit codes: 0; 2 usage; 3 no connection to any, or nothing came
+"""
 
 
 def add_options(parser: Parser) -> None:
     """Of `top`."""
+    add_sources(parser)
+    parser.add_argument(
+        "--once", action="store_true", help="look for --for seconds, print it once, and end"
+    )
+    parser.add_argument(
+        "--for",
+        dest="for_s",
+        type=float,
+        metavar="S",
+        help=f"end after so long ({_ONCE_S:g} with --once, else never)",
+    )
+    parser.add_argument(
+        "--interval",
+        dest="interval_s",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="show it anew so often (1)",
+    )
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="colours (auto)"
+    )
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
-    raise ValueError("not built yet")
+    import os
+    import sys
+    import time
+
+    from rich.console import Console
+
+    from publisher.tools.colour import wants_colour
+    from publisher.tools.screen import watch
+    from publisher.tools.source import Sources
+    from publisher.tools.top import Board
+
+    check_seconds("--for", options.for_s)
+    check_seconds("--interval", options.interval_s)
+    colours = wants_colour(options.color, sys.stdout, os.environ)
+    console = Console(no_color=not colours, highlight=False)
+    once = options.once or not sys.stdout.isatty() or console.is_dumb_terminal
+    if options.output == "json" and not once:
+        raise ValueError("-o json: on a terminal it goes with --once")
+    addresses = read_sources(options)
+    server_key, client_keys = read_keys(options)
+    with Sources(
+        addresses, topic=options.topic, server_key=server_key, client_keys=client_keys
+    ) as sources:
+        once = once or not sources.live
+        board = Board(sources.all, windowed=not once)
+        seconds = _ONCE_S if once and options.for_s is None else options.for_s
+        until = float("inf") if seconds is None else time.monotonic() + seconds
+        if once:
+            _gather(sources, board, until)
+            _write(board, options, colours=colours)
+        else:
+            watch(sources, board, console, interval_s=options.interval_s, until=until)
+        for capture in sources.captures:
+            worker = board.fleet.of(capture)
+            if fault := capture.fault(worker.came):
+                say(f"kvevents top: {fault}")
+        if board.came:
+            return 0
+        down = [one.address.endpoint for one in sources.live if not one.connected]
+        what = f"no connection to {', '.join(down)}" if down else "nothing came"
+        say(f"kvevents top: {what}; kvevents doctor says why")
+        return NO_CONNECTION
+
+
+def _gather(sources: Sources, board: Board, until: float) -> None:
+    """Until then, or Ctrl-C."""
+    try:
+        for one in sources.steps(until):
+            if one is not None:
+                board.take(*one)
+    except KeyboardInterrupt:
+        pass
+
+
+def _write(board: Board, options: argparse.Namespace, *, colours: bool) -> None:
+    import shutil
+    import sys
+
+    import msgspec
+
+    from publisher.tools.colour import painter
+    from publisher.tools.top import lines
+
+    snapshot = board.snapshot()
+    if options.output == "json":
+        print(msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode())
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    paint = painter(colours=colours)
+    for line in lines(snapshot, width):
+        print("".join(paint(text, style) for text, style in line).rstrip())

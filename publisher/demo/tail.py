@@ -13,7 +13,7 @@ __all__ = ["main"]
 def main() -> int:
     """Takes the arguments of `kvevents tail`."""
     ParentPipe()
-    return kvevents(["tail", *sys.argv[1:]])
+    return kvevents(["tail", "-q", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -4,47 +4,94 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from kvevents.capture import CaptureHead, capture_start, pack_message
-from publisher.tools.source import Sources
+from kvevents.capture import CaptureHead, CaptureWriter
+from publisher.listener import wait_for
+from publisher.tools.interrupt import Interrupt
+from publisher.tools.source import Live
 
-__all__ = ["record"]
+__all__ = ["STDOUT", "Recorded", "record"]
+
+STDOUT = Path("-")
+
+_LONGEST_WAIT_S = 1.0  # Ctrl-C just before a wait does not end it
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What came of it. `batches`: in the file; `left_out`: messages too large for a record; `behind`:
+    more came at times than was written, so a gap may be this program's own.
+    """
+
+    batches: int = 0
+    left_out: int = 0
+    behind: bool = False
 
 
 def record(
-    sources: Sources, head: CaptureHead, file: Path, *, for_s: float | None, count: int | None
-) -> int:
+    live: Live, head: CaptureHead, file: Path, *, for_s: float | None, count: int | None
+) -> Recorded:
     """Write until `for_s` seconds are over, `count` batches came, or Ctrl-C.
 
-    The file is made, readable by its owner alone: prompts are in it. Each record is written at once, so
-    that a kill costs at most the last; where no batch came, the file is removed again. Returns how many
-    came. Raises ValueError when the file is there already or cannot be written.
+    The file is made, readable by its owner alone: prompts are in it. What came together is written
+    together, at once, and can be read from then on, so a kill costs at most what came last; where no
+    batch came, the file is removed again. `STDOUT` is written to as it is. Raises ValueError when the
+    file is there already or cannot be written; what was written then stays, and is whole.
     """
+    writer, recorded = CaptureWriter(head), Recorded()
+    until = float("inf") if for_s is None else time.monotonic() + for_s
+    with Interrupt() as interrupt, _opened(file) as fd:
+        _write(fd, writer.start())
+        while not interrupt.came and time.monotonic() < until and recorded.batches != count:
+            at_most = min(until, time.monotonic() + _LONGEST_WAIT_S)
+            interrupt.wait(partial(wait_for, [live.listener], at_most))
+            _write(fd, _turn(live, writer, recorded, count))
+        _write(fd, writer.close())
+        if file != STDOUT:
+            os.fsync(fd)
+    if not recorded.batches and file != STDOUT:
+        file.unlink(missing_ok=True)
+    return recorded
+
+
+def _turn(live: Live, writer: CaptureWriter, recorded: Recorded, count: int | None) -> bytes:
+    """What has come, packed."""
+    packed = []
+    steps = live.listener.turn()
+    for message, _ in steps:
+        try:
+            packed.append(writer.add(message))
+        except ValueError:
+            recorded.left_out += 1
+            continue
+        recorded.batches += message.is_batch
+        if recorded.batches == count:
+            break
+    recorded.behind |= live.is_behind
+    return b"".join([*packed, writer.flush()])
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[int]:
     try:
+        if file == STDOUT:
+            yield sys.stdout.fileno()
+            return
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise ValueError(f"-w: {file}: {error.strerror}") from None
-    came = 0
-    whole = False
-    try:
-        _write(fd, capture_start(head))
-        with contextlib.suppress(KeyboardInterrupt):
-            until = float("inf") if for_s is None else time.monotonic() + for_s
-            for _, (message, _) in sources.live_steps(until):
-                _write(fd, pack_message(message.at_ns, message.channel, message.frames))
-                came += message.is_batch
-                if came == count:
-                    break
-        whole = True
-    except OSError as error:
-        raise ValueError(f"-w: {file}: {error.strerror}") from None
-    finally:
-        os.close(fd)
-        if whole and not came:
-            file.unlink(missing_ok=True)
-    return came
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -78,7 +78,9 @@ def _short(endpoint: str) -> str:
 
 
 class Live:
-    """A publisher that is listened to. `start`: what is asked for first, where there are replays."""
+    """A publisher that is listened to. `start`: what is asked for first, where there are replays. `hwm`:
+    messages that may wait for us.
+    """
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class Live:
         start: int | None = JOIN,
         attempts: int = 3,
         replay_timeout_s: float = 5.0,
+        hwm: int = _HWM,
         server_key: str | None = None,
         client_keys: tuple[str, str] | None = None,
     ) -> None:
@@ -99,7 +102,7 @@ class Live:
             start=start,
             attempts=attempts,
             replay_timeout_s=replay_timeout_s,
-            hwm=_HWM,
+            hwm=hwm,
             max_frame=_MAX_FRAME,
             server_key=server_key,
             client_keys=client_keys,
@@ -130,12 +133,27 @@ class Live:
         """Safe to call twice."""
         self.listener.close()
 
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
 
 class Capture:
-    """A capture that is read again. Raises ValueError, from `steps`, for a file that is none."""
+    """A capture that is read again. Raises ValueError, from `steps`, for a file that is none. `key`: what
+    an error calls it.
+    """
 
-    def __init__(self, file: Path) -> None:
-        self.name, self.file = one_line(str(file)), file
+    def __init__(self, file: Path, key: str = "SOURCE") -> None:
+        self.name, self.file, self._key = one_line(str(file)), file, key
+        self.batches = 0
+        """How many were read so far."""
         self._reader = CaptureReader()
         self._follower: Follower | None = None
 
@@ -201,11 +219,13 @@ class Capture:
         try:
             with self.file.open("rb") as capture:
                 while chunk := capture.read(_CHUNK):
-                    yield from reader.feed(chunk)
+                    for message in reader.read(chunk):
+                        self.batches += message.is_batch
+                        yield message
         except OSError as error:
-            raise ValueError(f"SOURCE: {self.file}: {error.strerror}") from None
+            raise ValueError(f"{self._key}: {self.file}: {error.strerror}") from None
         except KVEventsError as error:
-            raise ValueError(f"SOURCE: {self.file}: {error}") from None
+            raise ValueError(f"{self._key}: {self.file}: {error}") from None
         reader.close()
 
 
@@ -249,6 +269,11 @@ class Sources:
         """Those that are listened to."""
         return [one for one in self.all if isinstance(one, Live)]
 
+    @property
+    def drained(self) -> bool:
+        """Whether all that was taken of what is live was given: no follower is ahead of its steps."""
+        return not self._pending
+
     def steps(
         self, until: float = float("inf"), tick_s: float | None = None
     ) -> Iterator[tuple[Source, Step] | None]:
@@ -277,6 +302,11 @@ class Sources:
             wait_for([one.listener for one in self.live], until)
             for source in self.live:
                 pending += [(source, step) for step in source.listener.turn()]
+
+    def rest(self) -> Iterator[tuple[Live, Step]]:
+        """What was taken when the time was up, and not given; none of it comes later."""
+        while self._pending:
+            yield self._pending.popleft()
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -1,204 +1,441 @@
-"""A stream, one line per event."""
+"""`kvevents tail`: a stream, event by event, with what is wrong with it where it is wrong."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol, TextIO
 
-import msgspec
-
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvevents.check import Checker, Finding
+from kvevents.events import Event
+from kvevents.follower import Arrival, Malformed, Step, Told
 from kvevents.gaps import Gap, Lost, Restarted
-from kvevents.hashing import canonical_hash
-from publisher.config import ConfigError, check_endpoint
-from publisher.subscriber import Batch, Received, Subscriber, Undecodable
+from kvevents.message import Channel
+from kvevents.reading import Reading, read
+from publisher.tools.filters import Filter
+from publisher.tools.lines import Lines
+from publisher.tools.notice import (
+    Notice,
+    of_earlier,
+    of_finding,
+    of_gap,
+    of_lost,
+    of_malformed,
+    of_restart,
+    of_skipped,
+    of_undecodable,
+)
+from publisher.tools.source import Capture, Source, Sources
+from publisher.tools.start import Start
+from publisher.tools.stream import Entry, Stream, labels_of
 
-__all__ = ["Earlier", "json_lines", "tail", "text_lines"]
+__all__ = ["Limits", "OutputError", "Printer", "Tail", "Writer", "streams_of"]
 
-_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
-"""Controls and line ends that JSON leaves as they are; outside its strings there are none."""
+_TICK_S = 0.1
+_FULL = 1 << 16
+"""Characters or bytes that are written at once."""
+
+_SAID = frozenset(("gap", "lost", "restart", "malformed", "undecodable", "skipped", "first-seq"))
+"""Rules of the check that are about what is said of the stream anyway."""
+
+
+class OutputError(Exception):
+    """Standard output cannot be written."""
+
+
+class _Writer(Protocol):
+    def notice(self, stream: Stream, notice: Notice, /) -> str | None: ...
+
+
+class EventWriter(_Writer, Protocol):
+    """Writes events one by one."""
+
+    whole: bool
+
+    def begin(self, stream: Stream, reading: Reading, /) -> None: ...
+    def event(self, position: int, event: Event, /) -> str: ...
+
+
+class BatchWriter(_Writer, Protocol):
+    """Writes whole batches."""
+
+    whole: bool
+
+    def batch(self, stream: Stream, reading: Reading, /) -> str | bytes: ...
+
+
+Writer = EventWriter | BatchWriter
+"""`notice` returns None where there is no place for it among the rest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """`count` batches of the stream came before the first one seen. Nobody was asked for them."""
-
-    count: int
-
-
-def tail(
-    endpoint: str,
-    replay_endpoint: str | None,
-    *,
-    topic: str,
-    count: int | None,
-    as_json: bool,
-    timeout_s: float | None,
-    write: Callable[[str], None],
-    server_key: str | None = None,
-    client_keys: tuple[str, str] | None = None,
-) -> bool:
-    """Write lines until `count` events have been written or nothing came for `timeout_s`; what is said of
-    the stream besides is no event.
-
-    `server_key`, `client_keys`: see `Subscriber`. Returns whether anything came at all. Raises
-    ConfigError for an endpoint that cannot be.
+class Limits:
+    """When to end. `count`: so many events, or batches where those are written. `until`: the last seq.
+    `timeout_s`: of silence. `at_end`: once all that was there has been told.
     """
-    for key, address in (("ENDPOINT", endpoint), ("--replay-endpoint", replay_endpoint)):
-        if address is not None:
-            check_endpoint(key, address)
-            if address.startswith("tcp://") and address.endswith((":0", ":*")):
-                raise ConfigError(f"{key}: {address!r} is where a publisher binds; name its port")
-            if address.startswith("tcp://*"):
-                raise ConfigError(f"{key}: {address!r} is where a publisher binds; name a host")
-    lines_of = json_lines if as_json else text_lines
-    seen, written = False, 0
-    with Subscriber(
-        endpoint, replay_endpoint, topic=topic, server_key=server_key, client_keys=client_keys
-    ) as subscriber:
-        while received := subscriber.receive(timeout_s):
-            seen = True
-            for one in received:
-                for line in lines_of(_as_joined(one) if replay_endpoint is None else one):
-                    write(line)
-                    written += isinstance(one, Batch)
-                    if written == count:
-                        return True
-    return seen
+
+    count: int | None = None
+    until: int | None = None
+    timeout_s: float | None = None
+    for_s: float | None = None
+    at_end: bool = False
 
 
-def _as_joined(received: Received) -> Received | Earlier:
-    """Without a replay endpoint, all from 0 up to the first batch is missing and nothing is lost."""
-    match received:
-        case Lost(first=0, count=count):
-            return Earlier(count)
-    return received
+class Printer:
+    """Text or bytes to a stream, in large pieces. Raises OutputError, and BrokenPipeError."""
 
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._texts: list[str] = []
+        self._bytes: list[bytes] = []
+        self._size = 0
 
-def text_lines(received: Received | Earlier) -> Iterator[str]:
-    """One line for each event, or for what went wrong; only characters that can be printed."""
-    for line in _text_lines(received):
-        if line.isprintable():
-            yield line
+    def put(self, piece: str | bytes) -> None:
+        """Write it, soon."""
+        if isinstance(piece, str):
+            self._texts.append(piece)
         else:
-            yield "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+            self._bytes.append(piece)
+        self._size += len(piece)
+        if self._size >= _FULL:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all of it, now."""
+        if not self._size:
+            return
+        texts, self._texts = self._texts, []
+        blobs, self._bytes = self._bytes, []
+        self._size = 0
+        try:
+            if texts:
+                self._stream.write("".join(texts))
+            if blobs:
+                self._stream.buffer.write(b"".join(blobs))
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.strerror) from None
 
 
-def _text_lines(received: Received | Earlier) -> Iterator[str]:
-    match received:
-        case Batch():
-            stamp = _clock(received.batch.ts)
-            for event in received.batch.events:
-                yield f"{stamp} {received.seq:>8} {_text(event)}"
-            for skipped in received.skipped:
-                yield f"{stamp} {received.seq:>8} SKIPPED event {skipped.position}: {skipped.reason}"
-        case Undecodable():
-            head = received.payload[:16].hex()
-            yield f"{'':12} {received.seq:>8} UNDECODABLE {received.reason} ({head}…)"
-        case Gap():
-            yield f"{'':12} {received.first:>8} GAP {received.count} missing, asking for a replay"
-        case Lost():
-            yield f"{'':12} {received.first:>8} LOST {received.count} that nobody has any more"
-        case Restarted():
-            yield f"{'':12} {received.seq:>8} RESTART of the publisher"
-        case Earlier():
-            came = _number(received.count, "batch came", "batches came")
-            yield f"{'':12} {0:>8} {came} before; --replay-endpoint asks for their state"
+def streams_of(sources: Sources, start: Start | None, *, check: bool) -> list[Stream]:
+    """One of each source. With `check`, each is held to the invariants."""
+    streams = []
+    for source, label in zip(sources.all, labels_of(sources.all), strict=True):
+        kept: deque[Entry] | None = deque() if start is not None and start.kind == "last" else None
+        streams.append(Stream(source, label, Checker() if check else None, kept))
+    return streams
 
 
-def json_lines(received: Received | Earlier) -> Iterator[str]:
-    """The same as JSON objects. 64-bit hashes are strings: JSON numbers lose their low bits."""
-    match received:
-        case Batch():
-            batch = received.batch
-            common = {"ts": batch.ts, "seq": received.seq, "dp_rank": batch.dp_rank}
-            common["replayed"] = received.replayed
-            for event in batch.events:
-                yield _json(common | _plain(event))
-            for skipped in received.skipped:
-                yield _json(common | {"type": "Skipped", "reason": skipped.reason})
-        case Undecodable():
-            yield _json(
-                {
-                    "seq": received.seq,
-                    "type": "Undecodable",
-                    "reason": received.reason,
-                    "payload": received.payload.hex(),
-                }
+class Tail:
+    """Reads `sources` and writes what passes `chosen` with `writer`; `aside`: what is said where that
+    has no place for it.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        streams: Sequence[Stream],
+        *,
+        start: Start | None,
+        limits: Limits,
+        chosen: Filter,
+        writer: Writer,
+        out: Printer,
+        aside: Callable[[str], None],
+        lines: Lines,
+        notes: bool = False,
+        header: bool = False,
+    ) -> None:
+        self._sources, self.streams = sources, streams
+        self._start, self._limits, self._filter = start, limits, chosen
+        self._writer, self._out, self._aside, self._lines = writer, out, aside, lines
+        self._notes, self._header = notes, header
+        self._of = {id(one.source): one for one in streams}
+        self.written = 0
+        """Events, or whole batches."""
+        self._everything = chosen.open
+        self._full = False
+        self._keeping = any(one.kept is not None for one in streams)
+        self._last_at = time.monotonic()
+        self.read_all = False
+        """Whether captures were read to their ends."""
+        self.seconds = 0.0
+        """How long it took."""
+
+    def run(self) -> None:
+        """Until a limit, the end of captures, or Ctrl-C. Raises what `Printer` raises, and ValueError
+        for a file that is no capture.
+        """
+        begun = self._last_at = time.monotonic()
+        until = float("inf") if self._limits.for_s is None else begun + self._limits.for_s
+        with suppress(KeyboardInterrupt):
+            if self._header:
+                self._out.put(self._lines.header)
+            self._read(until)
+        with suppress(KeyboardInterrupt):
+            self._release(self.streams)
+            for stream in self.streams:
+                if stream.checker is not None and not stream.done:
+                    self._findings(stream, stream.checker.close(), stream.last_ns)
+            self._out.flush()
+        self.seconds = time.monotonic() - begun
+
+    # ---------------------------------------------------------------------------------- inside
+
+    def _read(self, until: float) -> None:
+        limits, sources = self._limits, self._sources
+        looks_at_clock = limits.timeout_s is not None or limits.at_end or self._keeping
+        tick_s = min(_TICK_S, limits.timeout_s or _TICK_S) if looks_at_clock else None
+        is_live = bool(sources.live)
+        for one in sources.steps(until, tick_s):
+            if one is not None and self._take(*one) and self._over():
+                return
+            if not is_live or isinstance(one and one[0], Capture):
+                continue
+            if sources.drained:
+                self._at_rest()
+                if limits.at_end and self._all_told():
+                    break
+                self._out.flush()
+            if (
+                limits.timeout_s is not None
+                and time.monotonic() >= self._last_at + limits.timeout_s
+            ):
+                break
+        self.read_all = True
+
+    def _over(self) -> bool:
+        return self._full or all(stream.done for stream in self.streams)
+
+    def _all_told(self) -> bool:
+        return all(
+            live.follower.connections and not live.follower.recovering
+            for live in self._sources.live
+        )
+
+    def _at_rest(self) -> None:
+        """Nothing that has come waits to be told."""
+        if self._keeping:
+            self._release(
+                [
+                    one
+                    for one in self.streams
+                    if one.live is None
+                    or (one.live.follower.connections and not one.live.follower.recovering)
+                ]
             )
-        case Gap() | Lost():
-            kind = type(received).__name__
-            yield _json({"seq": received.first, "type": kind, "count": received.count})
-        case Restarted():
-            yield _json({"seq": received.seq, "type": "Restarted"})
-        case Earlier():
-            yield _json({"seq": 0, "type": "Earlier", "count": received.count})
 
+    def _take(self, source: Source, step: Step) -> bool:
+        """Returns whether nothing more of it is to be written, or of any."""
+        stream = self._of[id(source)]
+        message, arrivals = step
+        stream.see_message(message)
+        if message.channel == Channel.REFUSED:
+            stream.refused += 1
+        if arrivals or message.is_batch:
+            self._last_at = time.monotonic()
+        if stream.done:
+            return True
+        checker = stream.checker
+        if checker is not None and (found := checker.message(message)):
+            self._findings(stream, found, message.at_ns)
+        for arrival in arrivals:
+            if isinstance(arrival, Told):
+                reading = read(arrival)
+                found = [] if checker is None else checker.read(reading)
+                if found:
+                    stream.find(found := [one for one in found if one.rule not in _SAID])
+                self._told(stream, reading, found)
+            else:
+                self._other(stream, arrival, message.at_ns)
+            if self._full or stream.done:
+                return True
+        return False
 
-def _text(event: Event) -> str:
-    match event:
-        case BlockStored():
-            short, parent = _short(event.block_hashes[:1]), event.parent_block_hash
-            after = "start" if parent is None else _short([parent])
-            extras = "".join(
-                f" {name}={value!r}"
-                for name in ("lora_name", "cache_salt", "extra_key")
-                if (value := getattr(event, name)) is not None
+    def _told(self, stream: Stream, reading: Reading, found: list[Finding]) -> None:
+        start, until = self._start, self._limits.until
+        if until is not None and reading.seq > until:
+            stream.done = True
+            return
+        skipping = (
+            start is not None
+            and start.kind == "seq"
+            and reading.seq < start.number
+            and not stream.batches_shown
+        )
+        stream.see(reading)
+        if not skipping:
+            stream.batches_shown += 1
+            self._emit(stream, (reading, found))
+        if until is not None and reading.seq == until:
+            stream.done = True
+
+    def _other(self, stream: Stream, arrival: Arrival, at_ns: int) -> None:
+        for notice in self._notices(stream, arrival, at_ns):
+            self._emit(stream, notice)
+        if stream.checker is not None and not isinstance(arrival, Told):
+            self._findings(stream, stream.checker.other(arrival), at_ns)
+
+    def _findings(self, stream: Stream, found: Sequence[Finding], at_ns: int) -> None:
+        """Of the stream, and no batch."""
+        kept = [one for one in found if one.rule not in _SAID]
+        stream.find(kept)
+        for one in kept:
+            if self._notes or one.severity != "note":
+                self._emit(stream, of_finding(one, at_ns))
+
+    def _notices(self, stream: Stream, arrival: Arrival, at_ns: int) -> Iterator[Notice]:
+        source = stream.source
+        match arrival:
+            case Gap():
+                stream.gaps += 1
+                stream.behind |= source.is_behind
+                stream.gap = arrival
+                yield of_gap(arrival, at_ns, can_ask=source.can_replay, behind=source.is_behind)
+            case Lost() if not stream.begun:
+                yield of_earlier(arrival, at_ns, self._why_earlier(stream))
+            case Lost():
+                stream.lost += arrival.count
+                brief = not source.can_replay and stream.gap == Gap(arrival.first, arrival.count)
+                yield of_lost(arrival, at_ns, brief=brief)
+            case Restarted():
+                stream.restarts += 1
+                yield of_restart(arrival, at_ns, stream.last_seq)
+            case Malformed():
+                stream.malformed += 1
+                yield of_malformed(arrival)
+        stream.begun = True
+
+    def _why_earlier(self, stream: Stream) -> str:
+        if stream.live is None:
+            return ", not in the capture"
+        if not stream.live.can_replay:
+            return "; --replay-endpoint asks for their state"
+        if self._start is not None and self._start.kind == "live":
+            return ""
+        return ", not retained any more"
+
+    # ------------------------------------------------------------------------------- writing
+
+    def _emit(self, stream: Stream, entry: Entry) -> None:
+        if stream.kept is not None:
+            self._keep(stream, stream.kept, entry)
+        else:
+            self._write(stream, entry)
+
+    def _keep(self, stream: Stream, kept: deque[Entry], entry: Entry) -> None:
+        """The last batches that say something, and what is between them."""
+        assert self._start is not None, "only what begins with the last batches is kept"
+        kept.append(entry)
+        if not isinstance(entry, Notice) and _says(entry[0]):
+            stream.saying += 1
+        while stream.saying > self._start.number or len(kept) > 2 * self._start.number + 100:
+            first = kept.popleft()
+            if not isinstance(first, Notice) and _says(first[0]):
+                stream.saying -= 1
+
+    def _release(self, streams: Sequence[Stream]) -> None:
+        """The last batches are known."""
+        entries: list[tuple[int, Stream, Entry]] = []
+        for stream in streams:
+            if stream.kept is not None:
+                kept, stream.kept = stream.kept, None
+                while kept and isinstance(kept[0], tuple) and not _says(kept[0][0]):
+                    kept.popleft()
+                entries += [(_at(entry), stream, entry) for entry in kept]
+        self._keeping = any(one.kept is not None for one in self.streams)
+        entries.sort(key=lambda one: one[0])
+        for _, stream, entry in entries:
+            if not self._full:
+                self._write(stream, entry)
+
+    def _write(self, stream: Stream, entry: Entry) -> None:
+        if isinstance(entry, Notice):
+            self._say(stream, entry)
+            return
+        reading, found = entry
+        if self._lines.needs_header(stream) and self._header:
+            self._out.put(self._lines.header)
+        events = reading.events
+        everything = self._everything
+        positions = range(len(events)) if everything else self._filter.choose(reading)
+        writer = self._writer
+        if writer.whole:
+            if positions or everything or reading.batch is None:
+                self._out.put(writer.batch(stream, reading))  # type: ignore[union-attr]
+                self._count()
+            self._about(stream, reading, found, positions)
+        elif found:
+            self._with_findings(stream, reading, found, positions)
+        elif positions:
+            put, event = self._out.put, writer.event  # type: ignore[union-attr]
+            writer.begin(stream, reading)  # type: ignore[union-attr]
+            for at in positions:
+                put(event(at, events[at]))
+                if self._count():
+                    return
+        if reading.skipped or reading.batch is None:
+            self._unread(stream, reading)
+
+    def _with_findings(
+        self, stream: Stream, reading: Reading, found: list[Finding], positions: Sequence[int]
+    ) -> None:
+        """Each right behind its event."""
+        events = reading.events
+        self._writer.begin(stream, reading)  # type: ignore[union-attr]
+        for at in positions:
+            self._out.put(self._writer.event(at, events[at]))  # type: ignore[union-attr]
+            of_it = [one for one in found if one.place == (reading.seq, at)]
+            self._about(stream, reading, of_it, (at,))
+            if self._count():
+                return
+        shown = set(range(len(events)))
+        rest = [
+            one for one in found if one.place.seq != reading.seq or one.place.event not in shown
+        ]
+        self._about(stream, reading, rest, ())
+
+    def _about(
+        self, stream: Stream, reading: Reading, found: Sequence[Finding], positions: Sequence[int]
+    ) -> None:
+        """Of the batch, and of the events at `positions`."""
+        for one in found:
+            is_note = one.severity == "note" and not self._notes
+            elsewhere = (
+                one.place.event in range(len(reading.events)) and one.place.event not in positions
             )
-            return (
-                f"stored  {event.medium or '-':<10} {_blocks(event.block_hashes)}"
-                f"  {short} ← {after:<12} {_number(len(event.token_ids), 'token', 'tokens', 6)}"
-                f"{extras}"
-            )
-        case BlockRemoved():
-            return (
-                f"removed {event.medium or '-':<10} {_blocks(event.block_hashes)}"
-                f"  {_short(event.block_hashes[:1])}"
-            )
-        case AllBlocksCleared():
-            return "cleared"
+            if not (is_note or elsewhere):
+                self._say(stream, of_finding(one, reading.told.at_ns))
+
+    def _unread(self, stream: Stream, reading: Reading) -> None:
+        for skipped in reading.skipped:
+            self._say(stream, of_skipped(reading, skipped))
+        if reading.batch is None:
+            self._say(stream, of_undecodable(reading))
+
+    def _say(self, stream: Stream, notice: Notice) -> None:
+        text = self._writer.notice(stream, notice)
+        if text is None:
+            if text := self._lines.notice(stream, notice):
+                self._aside(text.rstrip("\n"))
+        elif text:
+            self._out.put(text)
+
+    def _count(self) -> bool:
+        """Whether that was the last."""
+        self.written += 1
+        self._full = self.written == self._limits.count
+        return self._full
 
 
-def _blocks(hashes: list[int | bytes]) -> str:
-    """How many; of one width, so that what follows stays in its column."""
-    return f"{_number(len(hashes), 'block', 'blocks', 5):<12}"
+def _says(reading: Reading) -> bool:
+    return bool(reading.events or reading.skipped or reading.batch is None)
 
 
-def _number(count: int, one: str, many: str, width: int = 0) -> str:
-    return f"{count:>{width}} {one if count == 1 else many}"
-
-
-def _short(hashes: list[int | bytes]) -> str:
-    """The first 12 hex digits of the first hash."""
-    return f"{canonical_hash(hashes[0]) & 2**64 - 1:016x}"[:12] if hashes else "-"
-
-
-def _plain(event: Event) -> dict[str, object]:
-    found: dict[str, object] = {"type": type(event).__name__}
-    for name in event.__struct_fields__:
-        value = getattr(event, name)
-        if name == "block_hashes":
-            value = [_name(one) for one in value]
-        elif name == "parent_block_hash" and value is not None:
-            value = _name(value)
-        elif name == "token_ids":
-            value = list(value)
-        found[name] = value
-    return found
-
-
-def _name(value: int | bytes) -> str:
-    return value.hex() if isinstance(value, bytes) else str(value)
-
-
-def _json(fields: dict[str, object]) -> str:
-    return msgspec.json.encode(fields).decode().translate(_ESCAPES)
-
-
-def _clock(ts: float) -> str:
-    try:
-        moment = time.localtime(ts)
-    except (OverflowError, ValueError, OSError):
-        return f"{'?':12}"
-    return f"{time.strftime('%H:%M:%S', moment)}.{min(999, int(ts % 1 * 1000)):03}"
+def _at(entry: Entry) -> int:
+    return entry.at_ns if isinstance(entry, Notice) else entry[0].told.at_ns

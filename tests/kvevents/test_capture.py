@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import re
+import tracemalloc
 import zlib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents import KVEventsError
-from kvevents.capture import CaptureHead, CaptureReader, capture_start, pack_message
+from kvevents.capture import (
+    CaptureHead,
+    CaptureReader,
+    CaptureWriter,
+    capture_start,
+    pack_message,
+)
 from kvevents.message import Channel, Message
 
 HEAD = CaptureHead(endpoint="tcp://h:1", replay_endpoint="tcp://h:2", topic="kv@", started_ns=5)
@@ -154,3 +164,190 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         CaptureReader().feed(data)
     except KVEventsError:
         return
+
+
+# ------------------------------------------------------------------------------------------- packed
+
+
+def flushed(count: int, *, every: int = 1) -> tuple[bytes, list[int], list[Message]]:
+    """A packed capture that was not closed, where each flush ends, and what is in it."""
+    writer = CaptureWriter(HEAD)
+    data, ends = writer.start(), []
+    ends.append(len(data))
+    messages = [
+        Message(n, Channel.LIVE, [b"kv", n.to_bytes(8, "big"), bytes([n % 251]) * (n % 90)])
+        for n in range(count)
+    ]
+    for number, message in enumerate(messages, 1):
+        data += writer.add(message)
+        if number % every == 0:
+            data += writer.flush()
+            ends.append(len(data))
+    return data, ends, messages
+
+
+def test_what_was_flushed_can_be_read() -> None:
+    """At once, and whether or not the file was ever closed: that is no fault."""
+    writer, reader = CaptureWriter(HEAD), CaptureReader()
+    assert reader.feed(writer.start()) == []
+    assert reader.head == HEAD
+    for message in MESSAGES:
+        assert reader.feed(writer.add(message) + writer.flush()) == [message]
+        assert (reader.torn, reader.damaged) == (0, None)
+    assert writer.flush() == b""
+    assert reader.feed(writer.close()) == []
+    reader.close()
+    assert (reader.torn, reader.damaged) == (0, None)
+
+
+def test_it_is_gzip_of_the_format() -> None:
+    """Any program that unpacks gzip finds the plain capture in it; and packs one that is read."""
+    writer = CaptureWriter(HEAD)
+    packed = [writer.start(), *map(writer.add, MESSAGES), writer.flush(), writer.close()]
+    assert gzip.decompress(b"".join(packed)) == captured(*MESSAGES)
+    assert CaptureReader().feed(gzip.compress(captured(*MESSAGES))) == MESSAGES
+
+
+@pytest.mark.parametrize("cut", [1, 2, 18, 19, 40, 200])
+def test_several_members_are_one_file(cut: int) -> None:
+    """As gzip has it, with zeros behind or between them, wherever the capture is cut."""
+    plain = captured(*MESSAGES)
+    data = gzip.compress(plain[:cut]) + gzip.compress(b"") + gzip.compress(plain[cut:]) + bytes(9)
+    reader = CaptureReader()
+    assert [one for byte in data for one in reader.feed(bytes([byte]))] == MESSAGES
+    reader.close()
+    assert (reader.torn, reader.damaged) == (0, None)
+
+
+@given(st.lists(st.integers(0, 3000), max_size=8), st.booleans())
+def test_pieces_of_what_is_packed_do_not_matter(cuts: list[int], closed: bool) -> None:
+    """Fed in any pieces, the same messages come."""
+    data, _, messages = flushed(60, every=7)
+    bounds = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
+    reader = CaptureReader()
+    got = [one for a, b in itertools.pairwise(bounds) for one in reader.feed(data[a:b])]
+    assert got == messages[:56]
+
+
+def test_what_is_packed_torn_at_every_byte() -> None:
+    """All that was flushed before is read, whatever is missing of the last; it is no damage."""
+    data, ends, messages = flushed(12)
+    for length in range(len(data) + 1):
+        reader = CaptureReader()
+        got = reader.feed(data[:length])
+        reader.close()
+        whole = sum(end <= length for end in ends) - 1
+        assert got == messages[: len(got)] and len(got) >= whole
+        assert reader.damaged is None
+        assert (reader.head is not None) >= (whole >= 0)
+        if length in ends:
+            assert reader.torn == 0
+        assert reader.torn <= length - max([0, *(end for end in ends if end <= length)])
+
+
+def test_what_is_packed_damaged_at_every_byte() -> None:
+    """What was flushed before is read, and nothing that was not written; all else is refused."""
+    data, ends, messages = flushed(12)
+    data = data + zlib.compressobj(wbits=31).flush()
+    for position in range(ends[0], len(data)):
+        spoilt = bytearray(data)
+        spoilt[position] ^= 0x55
+        reader = CaptureReader()
+        got = reader.feed(bytes(spoilt))
+        reader.close()
+        whole = sum(end <= position for end in ends) - 1
+        assert got == messages[: len(got)] and len(got) >= min(whole, 12)
+        assert got == messages or reader.damaged is not None or reader.torn
+
+
+def test_what_is_packed_and_no_capture() -> None:
+    """It is refused as if it were not packed."""
+    with pytest.raises(KVEventsError, match="no capture"):
+        CaptureReader().feed(gzip.compress(b"{}" * 100))
+
+
+@pytest.mark.parametrize(
+    ("tail", "why"),
+    [
+        (b"\x1f\x8b\x09" + bytes(20), "it cannot be unpacked: unknown compression method"),
+        (b"plain", "what is behind its end is not packed"),
+        (gzip.compress(captured()), "another capture begins: one file is of one"),
+        (gzip.compress(b"\xff" * 8), "a record of 4294967295 bytes"),
+    ],
+)
+def test_what_is_behind_its_end(tail: bytes, why: str) -> None:
+    """It is damage, and what was before it is read."""
+    data = gzip.compress(captured(*MESSAGES))
+    reader = CaptureReader()
+    assert reader.feed(data + tail) == MESSAGES
+    assert reader.damaged is not None and reader.damaged.startswith(why)
+    assert 0 < reader.torn <= len(data + tail)
+    assert reader.feed(bytes(1000)) == []
+
+
+@pytest.mark.parametrize("record_of", ["zeros", "messages", "one record"])
+def test_a_bomb_is_read_in_little_memory(record_of: str) -> None:
+    """What unpacks to a gigabyte is never in memory; a record says its size before it is taken."""
+    packer = zlib.compressobj(1, zlib.DEFLATED, 31)
+    part = {
+        "zeros": bytes(1 << 20),
+        "messages": pack_message(1, Channel.LIVE, [bytes(4000)]) * 250,
+        "one record": bytes(1 << 20),
+    }[record_of]
+    data = packer.compress(captured())
+    if record_of == "one record":
+        data += packer.compress((200 << 20).to_bytes(4, "little") + bytes(4))
+    data += b"".join(packer.compress(part) for _ in range(200)) + packer.flush()
+    del part
+    tracemalloc.start()
+    try:
+        reader = CaptureReader()
+        count = sum(1 for _ in reader.read(data))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == (50_000 if record_of == "messages" else 0)
+    assert peak < 16 << 20
+
+
+def test_a_message_too_large_for_a_record_is_refused() -> None:
+    """It is not written, and what comes after it is."""
+    writer = CaptureWriter(HEAD)
+    data = writer.start()
+    with pytest.raises(ValueError, match="are above 134217728"):
+        writer.add(Message(0, Channel.LIVE, [bytes(128 << 20)]))
+    data += writer.add(MESSAGES[0]) + writer.close()
+    assert CaptureReader().feed(data) == MESSAGES[:1]
+
+
+@given(st.binary(max_size=300))
+def test_any_packed_bytes_are_read_or_refused(data: bytes) -> None:
+    """Never anything but messages or a KVEventsError."""
+    reader = CaptureReader()
+    reader.feed(gzip.compress(captured(MESSAGES[0])) + data)
+    reader.feed(flushed(3)[0] + data)
+    for start in (b"\x1f\x8b", b"\x1f\x8b\x08\0\0\0\0\0\0\xff", b"\x1f"):
+        reader = CaptureReader()
+        try:
+            reader.feed(start + data)
+        except KVEventsError:
+            continue
+        reader.close()
+
+
+def test_the_reader_of_the_documentation_reads_it(tmp_path: Path) -> None:
+    """docs/capture.md has a reader of a few lines, for those with tools of their own."""
+    page = Path(__file__).parents[2] / "docs" / "capture.md"
+    found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(found) == 1
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    plain.write_bytes(captured(*MESSAGES))
+    data, _, messages = flushed(20)
+    packed.write_bytes(data[:-3])
+    names: dict[str, object] = {}
+    exec(found[0], names)
+    read = names["read"]
+    assert callable(read)
+    told = [[one.at_ns, int(one.channel), one.frames] for one in MESSAGES]
+    assert list(read(plain)) == told
+    assert [one[2] for one in read(packed)] == [one.frames for one in messages]

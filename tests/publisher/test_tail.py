@@ -1,17 +1,16 @@
-"""publisher.tools.tail: a line per event, for people and scripts; nothing that a stranger smuggles in."""
+"""publisher.tools: what `kvevents tail` writes; nothing that a stranger smuggles in."""
 
 from __future__ import annotations
 
 import json
 import unicodedata
-from threading import Thread
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from publisher_rig import LOOPBACK, PATIENCE_S, RawPublisher, insert, make_cache
 
 from kvevents import (
     AllBlocksCleared,
@@ -19,120 +18,212 @@ from kvevents import (
     BlockStored,
     Event,
     KVEventBatch,
-    KVEventsError,
     Skipped,
     StorageMedium,
-    decode_batch,
 )
+from kvevents.check import Finding, Place
+from kvevents.follower import Malformed, Told
 from kvevents.gaps import Gap, Lost, Restarted
-from publisher import (
-    Batch,
-    ConfigError,
-    Received,
-    SidecarConfig,
-    SinkConfig,
-    Undecodable,
-    WorkerInfo,
-    spawn,
+from kvevents.message import Channel, Message
+from kvevents.reading import Reading, read
+from publisher.tools.colour import painter
+from publisher.tools.formats import LETTERS, Format
+from publisher.tools.hexdump import hexdump
+from publisher.tools.lines import Lines, clock
+from publisher.tools.notice import (
+    Notice,
+    of_earlier,
+    of_finding,
+    of_gap,
+    of_lost,
+    of_malformed,
+    of_restart,
+    of_skipped,
+    of_undecodable,
 )
-from publisher.tools.tail import Earlier, json_lines, tail, text_lines
+from publisher.tools.objects import Objects
+from publisher.tools.source import Capture
+from publisher.tools.start import Start, parse_start
+from publisher.tools.stream import Stream
 
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
+PLAIN = painter(colours=False)
 
 
-def batch(*events: Event, skipped: tuple[Skipped, ...] = (), ts: float = 1.5) -> Batch:
-    return Batch(7, KVEventBatch(ts, list(events), 3), skipped, replayed=True)
+def stream(name: str = "w") -> Stream:
+    return Stream(Capture(Path(name)), name, None)
 
 
-def text(received: Received | Earlier) -> list[str]:
-    """The text lines, without the time of day, which depends on where this runs."""
-    return [line.partition(" ")[2].strip() for line in text_lines(received)]
+def reading(*events: Event, ts: float = 1.5, topic: bytes = b"") -> Reading:
+    told = Told(7, b"", replayed=True, topic=topic, at_ns=2_500_000_000)
+    return Reading(told, KVEventBatch(ts, list(events), 3))
 
 
-def objects(received: Received | Earlier) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in json_lines(received)]
+def lines_of(one: Reading, verbose: int = 0) -> list[str]:
+    """Text lines, with the time of day, which depends on where this runs."""
+    source = stream()
+    lines = Lines([source], PLAIN, verbose)
+    lines.begin(source, one)
+    return [lines.event(at, event) for at, event in enumerate(one.events)]
+
+
+def text(one: Reading, verbose: int = 0) -> list[list[str]]:
+    return [line.split()[1:] for line in lines_of(one, verbose)]
+
+
+def objects(one: Reading | Notice) -> list[dict[str, Any]]:
+    source, writer = stream(), Objects()
+    if isinstance(one, Notice):
+        return [json.loads(writer.notice(source, one))]
+    writer.begin(source, one)
+    return [json.loads(writer.event(at, event)) for at, event in enumerate(one.events)]
+
+
+def said(notice: Notice) -> str:
+    """A notice as text, without the time."""
+    return Lines([stream()], PLAIN, 0).notice(stream(), notice)[13:].rstrip("\n")
 
 
 # ------------------------------------------------------------------------------------------- text
 
 
 def test_events_as_text() -> None:
-    """A line for each event: time, seq, kind, medium, how many blocks, the first one, its parent, and
-    the namespace where there is one.
+    """A line for each event: time, seq, kind, medium, how many blocks, the first one, its parent, how
+    many tokens, and the namespace where there is one.
     """
-    stored = BlockStored([1, 2], None, [1, 2, 3, 4], 2, medium=GPU)
+    stored = BlockStored([1 << 16, 2], None, [1, 2, 3, 4], 2, medium=GPU)
     child = BlockStored([-1], 2, [5, 6], 2, medium=CPU, lora_name="ad", cache_salt="s")
-    lines = text(batch(stored, child, BlockRemoved([2], CPU), AllBlocksCleared()))
-    assert [line.split() for line in lines] == [
-        *(["7", "stored", "GPU", "2", "blocks", "000000000000", "←", "start", "4", "tokens"],),
+    assert text(reading(stored, child, BlockRemoved([2], CPU), AllBlocksCleared())) == [
+        ["7", "stored", "GPU", "2", "000000000001", "←", "start", "4"],
         [
-            *("7", "stored", "CPU_PINNED", "1", "block", "ffffffffffff", "←", "000000000000"),
-            *("2", "tokens", "lora_name='ad'", "cache_salt='s'"),
+            *("7", "stored", "CPU_PINNED", "1", "ffffffffffff", "←", "000000000000", "2"),
+            *("lora_name='ad'", "cache_salt='s'"),
         ],
-        ["7", "removed", "CPU_PINNED", "1", "block", "000000000000"],
+        ["7", "removed", "CPU_PINNED", "1", "000000000000"],
         ["7", "cleared"],
     ]
 
 
-def test_one_is_singular_and_columns_stay() -> None:
-    """1 block, 1 token, 1 batch; what follows stands where it stands behind many."""
-    one, many = text(
-        batch(
-            BlockStored([1], 2, [5], 1, medium=GPU), BlockStored([1, 2], 2, [5, 6], 1, medium=GPU)
-        )
+def test_columns_stay_within_80() -> None:
+    """Each stands below its title; a line of one source without names fits a terminal."""
+    many = BlockStored([1] * 4096, -2, [5] * 65536, 16, medium=CPU)
+    header = Lines([stream()], PLAIN, 0).header.rstrip("\n")
+    for line in lines_of(reading(many, BlockStored([1], None, [5], 1, medium=GPU))):
+        assert len(line) <= 81, "80, and the line end"
+        for title, end in (("seq", "7"), ("blocks", None), ("tokens", None)):
+            at = header.index(title) + len(title)
+            assert line[at - 1].isdigit() and not line[at].isdigit()
+            assert end is None or line[at - 1] == end
+        assert line.index("←") == header.index("←")
+        assert line[header.index("medium") - 1] == " "
+
+
+def test_more_is_on_the_same_line() -> None:
+    """-v: block size, topic, whether it is replayed, all hashes, the first tokens; -vv: all of them."""
+    stored = BlockStored([1 << 16, 2 << 16], None, list(range(20)), 10, medium=GPU, group_idx=1)
+    (line,) = text(reading(stored, topic=b"kv\x1b"), verbose=1)
+    for part in ("size=10", "topic=kv\\x1b", "replayed", "group_idx=1"):
+        assert part in line
+    assert "hashes=000000000001,000000000002" in line
+    assert "tokens=0,1,2,3,4,5,6,7,…" in line
+    (line,) = text(reading(stored), verbose=2)
+    assert f"tokens={','.join(map(str, range(20)))}" in line
+    live = Reading(
+        Told(7, b"", replayed=False, at_ns=2_500_000_000), KVEventBatch(1.5, [stored], 0)
     )
-    assert " 1 block " in one and one.endswith(" 1 token")
-    assert " 2 blocks " in many and many.endswith(" 2 tokens")
-    assert one.index("←") == many.index("←")
-    assert text(Earlier(1)) == ["0 1 batch came before; --replay-endpoint asks for their state"]
+    assert "lag=1000.0ms" in text(live, verbose=1)[0]
 
 
 def test_the_time_is_of_the_batch() -> None:
     """Hours to milliseconds, and a `?` for a ts that is no time."""
-    (line,) = text_lines(batch(AllBlocksCleared(), ts=1_700_000_000.25))
-    assert line[2] == line[5] == ":"
-    assert line[8:13] == ".250 "
+    line = clock(1_700_000_000.25)
+    assert (line[2], line[5], line[8:]) == (":", ":", ".250")
     for ts in (float("nan"), float("inf"), -1e300, 1e300):
-        (line,) = text_lines(batch(AllBlocksCleared(), ts=ts))
-        assert line.startswith("?")
+        assert clock(ts) == f"{'?':12}"
     for ts in (-1e-20, -0.5, 0.9999999):
-        (line,) = text_lines(batch(AllBlocksCleared(), ts=ts))
-        assert line[8] == "." and line[12] == " "
-
-
-def test_anomalies_as_text() -> None:
-    """Gap, loss, restart, an event that was skipped and a batch that could not be read."""
-    skipped = Skipped(2, "type: 'X' is unknown")
-    assert text(batch(skipped=(skipped,))) == ["7 SKIPPED event 2: type: 'X' is unknown"]
-    undecodable = Undecodable(8, b"\xc1" * 40, "no msgpack")
-    assert text(undecodable) == [f"8 UNDECODABLE no msgpack ({'c1' * 16}…)"]
-    assert text(Gap(3, 2)) == ["3 GAP 2 missing, asking for a replay"]
-    assert text(Lost(3, 2)) == ["3 LOST 2 that nobody has any more"]
-    assert text(Restarted(0)) == ["0 RESTART of the publisher"]
-    assert text(Earlier(9)) == ["0 9 batches came before; --replay-endpoint asks for their state"]
-
-
-def test_an_empty_batch_has_no_line() -> None:
-    """Heartbeats are silent, in both forms."""
-    assert list(text_lines(batch())) == list(json_lines(batch())) == []
+        assert clock(ts)[8] == "." and len(clock(ts)) == 12
 
 
 @pytest.mark.parametrize("hashes", [[b"\xff" * 32], [b"\xff"], [2**64 - 1], [-(2**63)], []])
 def test_any_hash_has_a_short_form(hashes: list[int | bytes]) -> None:
     """Digests, unsigned and signed 64-bit ones, and none at all."""
-    (line,) = text_lines(batch(BlockRemoved(hashes)))
-    assert len(line.split()[-1]) == (12 if hashes else 1)
+    (line,) = text(reading(BlockRemoved(hashes)))
+    assert len(line[-1]) == (12 if hashes else 1)
+
+
+def test_sources_and_ranks_have_columns_once_there_are_several() -> None:
+    """One source and rank: none. A second rank: a column, and the header once more. Two sources: both."""
+    one, other, event = stream("a"), stream("longer"), AllBlocksCleared()
+    lines = Lines([one], PLAIN, 0)
+    one.ranks.add(3)
+    assert not lines.needs_header(one)
+    one.ranks.add(4)
+    assert lines.needs_header(one) and not lines.needs_header(one)
+    lines.begin(one, reading(event))
+    assert lines.event(0, event).split()[1:] == ["3", "7", "cleared"]
+    assert "rank" in lines.header
+    lines = Lines([one, other], PLAIN, 0)
+    written = []
+    for each in (one, other):
+        lines.begin(each, reading(event))
+        written.append(lines.event(0, event))
+    assert [line.split()[1:] for line in written] == [
+        ["a/3", "7", "cleared"],
+        ["longer/3", "7", "cleared"],
+    ]
+    assert len(set(map(len, written))) == 1
+    assert lines.header.index("seq") + 2 == written[0].index("7 cleared")
+
+
+def test_colours_are_around_words() -> None:
+    """Of the medium, and of what is wrong; without them the line is the same."""
+    event = BlockStored([1], None, [1], 1, medium=CPU)
+    source = stream()
+    lines = Lines([source], painter(colours=True), 0)
+    lines.begin(source, reading(event))
+    line = lines.event(0, event)
+    assert "\x1b[33mCPU_PINNED\x1b[0m" in line
+    assert [line.replace("\x1b[33m", "").replace("\x1b[0m", "")] == lines_of(reading(event))
+    assert "\x1b[31mGAP" in lines.notice(source, of_gap(Gap(3, 2), 0, can_ask=True, behind=False))
+
+
+def test_what_is_wrong_as_text() -> None:
+    """Gap, loss, restart, what could not be read, what the check has found, with the earlier event."""
+    assert (
+        said(of_gap(Gap(118, 3), 0, can_ask=True, behind=False))
+        == "   118 GAP 118→121 (3 missing, asked for)"
+    )
+    assert "nobody to ask: lost" in said(of_gap(Gap(1, 2), 0, can_ask=False, behind=False))
+    assert "our own loss" in said(of_gap(Gap(1, 2), 0, can_ask=True, behind=True))
+    assert (
+        said(of_lost(Lost(3, 2), 0, brief=False)) == "     3 LOST 3…4 (2 that nobody has any more)"
+    )
+    assert Lines([stream()], PLAIN, 0).notice(stream(), of_lost(Lost(3, 2), 0, brief=True)) == ""
+    assert said(of_restart(Restarted(0), 0, 9)) == "     0 RESTART seq 9→0 of the publisher"
+    assert said(of_earlier(Lost(0, 1), 0, "")) == "     0 1 batch came before"
+    assert said(of_earlier(Lost(5, 9), 0, ", gone")) == "     5 9 batches came from 5 on, gone"
+    bad = read(Told(8, b"\xc1" * 40, replayed=False))
+    assert said(of_undecodable(bad)).startswith("     8 UNDECODABLE payload: ")
+    assert said(of_undecodable(bad)).endswith(f"({'c1' * 16}…)")
+    assert said(of_skipped(bad, Skipped(2, "why"))) == "     8 SKIPPED event 2: why"
+    malformed = Malformed(Message(0, Channel.LIVE, [b"ab", b"\x1b[m"]), "2 frames")
+    assert said(of_malformed(malformed)) == "       MALFORMED 2 frames (1b5b6d)"
+    found = Finding(12, "orphan", "violation", Place(8, 1), "no parent", Place(3, 0))
+    assert said(of_finding(found, 0)) == "     8 ORPHAN event 1: no parent (earlier: seq 3 event 0)"
 
 
 # ------------------------------------------------------------------------------------------- JSON
 
 
 def test_events_as_json() -> None:
-    """An object for each event, with its batch's ts, seq and rank; the fields are those of the wire."""
+    """An object for each event, with its source and its batch's ts, seq and rank; the fields are those
+    of the wire.
+    """
     stored = BlockStored([1, 2], 5, [1, 2, 3, 4], 2, medium=GPU, cache_salt="s")
-    first, second, third = objects(batch(stored, BlockRemoved([b"\1\2"]), AllBlocksCleared()))
-    common = {"ts": 1.5, "seq": 7, "dp_rank": 3, "replayed": True}
+    first, second, third = objects(reading(stored, BlockRemoved([b"\1\2"]), AllBlocksCleared()))
+    common = {"source": "w", "at": 2.5, "ts": 1.5, "seq": 7, "dp_rank": 3, "replayed": True}
     assert first == common | {
+        "event": 0,
         "type": "BlockStored",
         "block_hashes": ["1", "2"],
         "parent_block_hash": "5",
@@ -150,32 +241,130 @@ def test_events_as_json() -> None:
         "locality": None,
     }
     removed = {"block_hashes": ["0102"], "medium": None, "group_idx": None, "locality": None}
-    assert second == common | {"type": "BlockRemoved"} | removed
-    assert third == common | {"type": "AllBlocksCleared"}
+    assert second == common | {"event": 1, "type": "BlockRemoved"} | removed
+    assert third == common | {"event": 2, "type": "AllBlocksCleared"}
 
 
-def test_anomalies_as_json() -> None:
-    """Each is an object with a type of its own."""
-    (skipped,) = objects(batch(skipped=(Skipped(2, "why"),)))
-    assert (skipped["type"], skipped["reason"], skipped["seq"]) == ("Skipped", "why", 7)
-    assert objects(Undecodable(8, b"\xc1", "why")) == [
-        {"seq": 8, "type": "Undecodable", "reason": "why", "payload": "c1"}
-    ]
-    assert objects(Gap(3, 2)) == [{"seq": 3, "type": "Gap", "count": 2}]
-    assert objects(Lost(3, 2)) == [{"seq": 3, "type": "Lost", "count": 2}]
-    assert objects(Restarted(4)) == [{"seq": 4, "type": "Restarted"}]
-    assert objects(Earlier(9)) == [{"seq": 0, "type": "Earlier", "count": 9}]
+def test_what_is_wrong_as_json() -> None:
+    """Each is an object with a type of its own; of what cannot be read, all bytes."""
+    bad = read(Told(8, b"\xc1", replayed=False))
+    malformed = Malformed(Message(0, Channel.LIVE, [b"ab"]), "why")
+    found = Finding(2, "twice", "violation", Place(8, 1), "what", Place(3, 0), GPU, None, 4)
+    for notice, fields in (
+        (
+            of_skipped(bad, Skipped(2, "why")),
+            {"type": "Skipped", "position": 2, "reason": "why", "seq": 8},
+        ),
+        (of_undecodable(bad), {"type": "Undecodable", "payload": "c1", "seq": 8}),
+        (of_gap(Gap(3, 2), 0, can_ask=True, behind=False), {"type": "Gap", "seq": 3, "count": 2}),
+        (of_lost(Lost(3, 2), 0, brief=True), {"type": "Lost", "seq": 3, "count": 2}),
+        (of_restart(Restarted(4), 0, 9), {"type": "Restarted", "seq": 4, "before": 9}),
+        (of_earlier(Lost(0, 9), 0, ""), {"type": "Earlier", "seq": 0, "count": 9}),
+        (of_malformed(malformed), {"type": "Malformed", "frames": ["6162"], "reason": "why"}),
+        (
+            of_finding(found, 0),
+            {
+                "type": "Finding",
+                "seq": 8,
+                "event": 1,
+                "rule": "twice",
+                "invariant": 2,
+                "severity": "violation",
+                "earlier": {"seq": 3, "event": 0},
+                "medium": "GPU",
+            },
+        ),
+    ):
+        (told,) = objects(notice)
+        assert {name: told[name] for name in fields} == fields
+        assert told["source"] == "w"
 
 
 @pytest.mark.parametrize("value", [2**64 - 1, -(2**63), 2**63 - 1, 2**53 + 1, 0, -1])
 def test_64_bits_survive_json(value: int) -> None:
     """Case 41: read with floats for numbers, as jq does, a hash and a parent are still themselves."""
-    stored = BlockStored([value], value, [1], 1, medium=GPU)
-    for line in json_lines(batch(stored, BlockRemoved([value], GPU))):
-        found = json.loads(line, parse_int=float)
+    source, writer = stream(), Objects()
+    for event in (BlockStored([value], value, [1], 1, medium=GPU), BlockRemoved([value], GPU)):
+        writer.begin(source, reading(event))
+        found = json.loads(writer.event(0, event), parse_int=float)
         assert int(found["block_hashes"][0]) == value
         if found["type"] == "BlockStored":
             assert int(found["parent_block_hash"]) == value
+
+
+@pytest.mark.parametrize(
+    "key", [{(1, 2): 3}, {b"\xff": 1}, msgspec.msgpack.Ext(5, b"x"), b"\xff", 2**64 - 1]
+)
+def test_an_engines_extra_keys_are_no_obstacle(key: object) -> None:
+    """Whatever MessagePack can say and JSON cannot is said somehow."""
+    (found,) = objects(reading(BlockStored([1], None, [1], 1, medium=GPU, extra_keys=[[key]])))
+    assert found["block_hashes"] == ["1"]
+    assert found["extra_keys"][0]
+
+
+# ------------------------------------------------------------------------------ formats and dumps
+
+
+def formatted(template: str, *events: Event) -> str:
+    source, writer, one = stream(), Format(template), reading(*events)
+    writer.begin(source, one)
+    return "".join(writer.event(at, event) for at, event in enumerate(events))
+
+
+def test_a_format_of_ones_own() -> None:
+    """Letters and escapes; a line end where there is none; `-` for what there is none of."""
+    stored = BlockStored([1 << 16, b"\2" * 8], -1, [5, 6], 1, medium=GPU, lora_name="a\x1bd")
+    line = formatted("%w %r %s %i %e %m %n %h %p %b %c %k %l %S %y", stored)
+    assert line == "w 3 7 0 stored GPU 2 000000000001 ffffffffffff 1 2 5,6 a\\x1bd - replayed\n"
+    assert formatted(r"%H\t%P\\%%", stored) == "65536,0202020202020202\t-1\\%\n"
+    assert formatted(r"%T %a\0", stored) == "1.5 2.500000\0"
+    assert formatted("%e %m %n %h %k\\n", BlockRemoved([2], CPU), AllBlocksCleared()) == (
+        "removed CPU_PINNED 1 000000000000 -\ncleared - 0 - -\n"
+    )
+    for letter in LETTERS:
+        assert formatted(f"%{letter}", stored, AllBlocksCleared()).count("\n") == 2
+
+
+@pytest.mark.parametrize("template", ["%q", "%", "\\", "\\x", "%s %Z"])
+def test_a_format_that_is_none(template: str) -> None:
+    """ValueError says which letter, and which there are."""
+    with pytest.raises(ValueError, match="--format: "):
+        Format(template)
+
+
+def test_a_hexdump_is_its_bytes() -> None:
+    """16 a line, offset first; the hex is the data, and dots stand for what is no ASCII."""
+    data = bytes(range(256)) + b"\x1b[31mx"
+    rows = list(hexdump(data))
+    assert [int(row[:8], 16) for row in rows] == list(range(0, len(data), 16))
+    assert bytes.fromhex("".join(row[10:58] for row in rows)) == data
+    assert all(row.isascii() and row.isprintable() and len(row) <= 76 for row in rows)
+    assert rows[-1].endswith(".[31mx")
+
+
+@pytest.mark.parametrize(
+    ("said_", "start", "asked"),
+    [
+        ("state", Start("state"), 2**64 - 2),
+        ("beginning", Start("beginning"), 0),
+        ("live", Start("live"), None),
+        ("5", Start("seq", 5), 5),
+        ("-5", Start("last", 5), 0),
+    ],
+)
+def test_where_to_begin(said_: str, start: Start, asked: int | None) -> None:
+    """Words, a seq, or how many of the last."""
+    assert parse_start(said_) == start
+    assert start.asked == asked
+
+
+@pytest.mark.parametrize(
+    "said_", ["", "-", "-0", "--5", "5.0", "start", "-1000001", str(2**63), "٣"]
+)
+def test_where_not_to_begin(said_: str) -> None:
+    """ValueError names the option and what was said."""
+    with pytest.raises(ValueError, match="--from: "):
+        parse_start(said_)
 
 
 # ------------------------------------------------------------------------------ what names can do
@@ -190,22 +379,36 @@ names = st.text(
 
 def assert_harmless(line: str) -> None:
     """Nothing in it moves a cursor, changes a colour, starts a line or turns the writing around."""
+    assert line.endswith("\n")
     assert len(line.splitlines()) == 1
-    assert [c for c in line if unicodedata.category(c) == "Cc"] == []
+    assert [c for c in line[:-1] if unicodedata.category(c) == "Cc"] == []
 
 
 @given(name=names)
 def test_names_cannot_reach_the_terminal_raw(name: str) -> None:
-    """Control characters in LoRA names, salts and keys are escaped in both forms, and come back from
-    JSON as they were.
+    """Control characters in LoRA names, salts, keys and topics are escaped in every form, and come back
+    from JSON as they were.
     """
     stored = BlockStored(
-        [1], None, [1], 1, medium=GPU, lora_name=name, cache_salt=name, extra_key=name
+        [1],
+        None,
+        [1],
+        1,
+        medium=GPU,
+        lora_name=name,
+        cache_salt=name,
+        extra_key=name,
+        session_id=name,
     )
-    (line,) = text_lines(batch(stored))
-    assert_harmless(line)
-    assert line.isprintable()
-    (line,) = json_lines(batch(stored))
+    one = reading(stored, topic=name.encode())
+    for verbose in (0, 1, 2):
+        (line,) = lines_of(one, verbose)
+        assert_harmless(line)
+        assert line[:-1].isprintable()
+    assert_harmless(formatted("%l %S %x", stored))
+    source, writer = stream(), Objects()
+    writer.begin(source, one)
+    line = writer.event(0, stored)
     assert_harmless(line)
     found = json.loads(line)
     assert found["lora_name"] == found["cache_salt"] == found["extra_key"] == name
@@ -223,117 +426,13 @@ def test_what_is_wrong_with_a_stranger_cannot_either(name: str) -> None:
         [1.0, [], name],
         [1.0, name, 0],
     ]
+    source = stream()
+    lines, writer = Lines([source], PLAIN, 0), Objects()
     for payload in payloads:
-        data = msgspec.msgpack.encode(payload)
-        try:
-            decoded = decode_batch(data)
-        except KVEventsError as error:
-            one: Received = Undecodable(7, data, str(error))
-        else:
-            one = Batch(7, decoded.batch, decoded.skipped, replayed=False)
-        for line in text_lines(one):
-            assert_harmless(line)
-            assert line.isprintable()
-        for line in json_lines(one):
-            assert_harmless(line)
-            json.loads(line)
-
-
-# ------------------------------------------------------------------------------------------- tail
-
-
-@pytest.mark.integration
-def test_tail_writes_up_to_count() -> None:
-    """From a real sidecar: a clear and the state first, then as many events as asked for, in either form;
-    and with nothing more to come it ends after the timeout.
-    """
-    cache = make_cache()
-    sink = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, heartbeat_s=3600.0)
-    with spawn(WorkerInfo(block_size=4), SidecarConfig(sinks=(sink,), linger_s=0.0)) as sidecar:
-        for step in range(5):
-            insert(cache, range(step * 100, step * 100 + 8))
-            sidecar.pump(cache)
-        assert sidecar.client.flush(cache, PATIENCE_S) is not None
-        (bound,) = sidecar.client.sinks
-        for as_json, count, expected in ((True, 3, 3), (False, 5, 5), (False, None, 7)):
-            lines: list[str] = []
-            assert tail(
-                bound.endpoint,
-                bound.replay_endpoint,
-                topic="",
-                count=count,
-                as_json=as_json,
-                timeout_s=PATIENCE_S if count else 0.3,
-                write=lines.append,
-            )
-            assert len(lines) == expected
-            if as_json:
-                assert [json.loads(line)["seq"] for line in lines] == [0, 1, 1]
-
-
-@pytest.mark.integration
-def test_joining_without_a_replay_endpoint_is_no_loss() -> None:
-    """What came before the first batch was not asked for; a hole after it is a loss; neither of them is
-    one of the two events asked for.
-    """
-    lines: list[str] = []
-    with RawPublisher() as publisher:
-
-        def publish() -> None:
-            publisher.await_subscriber()
-            for seq in (5, 8):
-                publisher.live(seq, AllBlocksCleared())
-
-        thread = Thread(target=publish)
-        thread.start()
-        assert tail(
-            publisher.endpoint,
-            None,
-            topic="",
-            count=2,
-            as_json=False,
-            timeout_s=PATIENCE_S,
-            write=lines.append,
-        )
-        thread.join()
-    assert [line.partition(" ")[2].strip() for line in lines] == [
-        "0 5 batches came before; --replay-endpoint asks for their state",
-        "5 cleared",
-        "6 GAP 2 missing, asking for a replay",
-        "6 LOST 2 that nobody has any more",
-        "8 cleared",
-    ]
-
-
-@pytest.mark.integration
-def test_tail_says_whether_anything_came() -> None:
-    """False when nobody was there for the timeout."""
-    assert not tail(
-        "tcp://127.0.0.1:1",
-        None,
-        topic="",
-        count=None,
-        as_json=False,
-        timeout_s=0.05,
-        write=lambda line: None,
-    )
-
-
-@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://h:0", "tcp://h:*", "x", "tcp://a b:1"])
-def test_tail_names_an_endpoint_that_cannot_be(endpoint: str) -> None:
-    """ConfigError says which of the two, and why; where a publisher binds nobody can connect to."""
-    for key, endpoints in (
-        ("ENDPOINT", (endpoint, None)),
-        ("--replay-endpoint", ("tcp://127.0.0.1:1", endpoint)),
-    ):
-        with pytest.raises(ConfigError) as error:
-            tail(
-                *endpoints,
-                topic="",
-                count=None,
-                as_json=False,
-                timeout_s=0.05,
-                write=lambda line: None,
-            )
-        assert repr(endpoint) in str(error.value)
-        assert str(error.value).startswith((f"{key}: ", "endpoint: ", "replay_endpoint: "))
+        one = read(Told(7, msgspec.msgpack.encode(payload), replayed=False))
+        notices = [of_skipped(one, skipped) for skipped in one.skipped]
+        notices += [of_undecodable(one)] if one.batch is None else []
+        for notice in notices:
+            for line in (lines.notice(source, notice), writer.notice(source, notice)):
+                assert_harmless(line)
+            assert lines.notice(source, notice)[:-1].isprintable()

@@ -1,0 +1,98 @@
+"""What a doctor says: findings, one a probe or more, and what they come to in the end."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from publisher.checks import one_line
+from publisher.tools.colour import Paint
+
+__all__ = ["Arrivals", "Finding", "Verdict", "conclusion", "exit_code", "lines"]
+
+Verdict = Literal["ok", "wrong", "unknown"]
+
+_SIGNS = {"ok": "ok", "wrong": "!!", "unknown": "??"}
+_COLOURS = {"ok": "green", "wrong": "bold red", "unknown": "yellow"}
+_PROBE_WIDTH = 11
+_ADVICE = "→ "
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one probe came to. `text`: a clause that can stand behind "because". `advice`: what to change.
+
+    `stops`: alone it keeps everything from arriving at a router that is told what we were. `offline`:
+    nobody was there to speak with.
+    """
+
+    probe: str
+    verdict: Verdict
+    text: str
+    advice: str = ""
+    stops: bool = False
+    offline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How much came live: `batches`, with `events` in them."""
+
+    batches: int = 0
+    events: int = 0
+
+
+def lines(finding: Finding, paint: Paint, width: int | None) -> list[str]:
+    """For people: at most `width` columns each, where one is given."""
+    sign = paint(_SIGNS[finding.verdict], _COLOURS[finding.verdict])
+    margin = " " * (len("ok") + 2 + _PROBE_WIDTH)
+    head = f"{sign}  {finding.probe:<{_PROBE_WIDTH}}"
+    told = _wrap(finding.text, None if width is None else width - len(margin))
+    found = [f"{head}{told[0]}", *(f"{margin}{line}" for line in told[1:])]
+    if finding.advice:
+        inner = margin + " " * len(_ADVICE)
+        advice = _wrap(finding.advice, None if width is None else width - len(inner))
+        found.append(f"{margin}{_ADVICE}{advice[0]}")
+        found += [f"{inner}{line}" for line in advice[1:]]
+    return found
+
+
+def _wrap(text: str, width: int | None) -> list[str]:
+    text = one_line(text)
+    if width is None:
+        return [text]
+    return textwrap.wrap(text, max(30, width), break_on_hyphens=False) or [""]
+
+
+def conclusion(findings: Sequence[Finding], arrivals: Arrivals) -> str:
+    """One line."""
+    wrong = [one for one in findings if one.verdict == "wrong"]
+    stopping = [one for one in wrong if one.stops]
+    if not arrivals.events:
+        stopping += [one for one in findings if one.stops]
+    if not arrivals.batches:
+        stopping += wrong
+    if stopping:
+        return f"Nothing arrives because {stopping[0].text}."
+    came = "Events arrive" if arrivals.events else "The stream is alive"
+    told = f"{came}: {arrivals.batches} batches were received"
+    if arrivals.batches == 1:
+        told = f"{came}: 1 batch was received"
+    if not wrong:
+        return f"{told}, and nothing wrong was found."
+    more = f" (and {_more(len(wrong) - 1)})" if len(wrong) > 1 else ""
+    return f"{told}, but {wrong[0].text}{more}."
+
+
+def _more(count: int) -> str:
+    return "1 thing more is wrong" if count == 1 else f"{count} things more are wrong"
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0: nothing is wrong. 1: something is. 3: nobody was there."""
+    wrong = [one for one in findings if one.verdict == "wrong"]
+    if any(one.offline and one.stops for one in wrong):
+        return 3
+    return 1 if wrong else 0

@@ -1,0 +1,102 @@
+"""What `kvevents tail` says at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from publisher.tools.stream import Stream
+
+__all__ = ["footer"]
+
+
+def footer(streams: Sequence[Stream], seconds: float, shown: int | None) -> Iterator[str]:
+    """Lines for people. `seconds`: of the run; of captures alone their own time is what counts. `shown`:
+    how many events were; None: all of them.
+    """
+
+    def of(name: str) -> int:
+        return sum(getattr(one, name) for one in streams)
+
+    spans = [(one.first_ns, one.last_ns) for one in streams if one.first_ns]
+    if all(one.live is None for one in streams):
+        seconds = 0.0
+        if spans:
+            seconds = max(0, max(s[1] for s in spans) - min(s[0] for s in spans)) / 1e9
+    batches, events = of("batches"), of("events")
+    how = ", ".join(
+        f"{count:,} {word}"
+        for count, word in ((of("replayed"), "replayed"), (of("empty"), "empty"))
+        if count
+    )
+    yield (
+        f"batches  {batches:,} in {_seconds(seconds)}{_rate(batches, seconds)}"
+        f", {_size(of('bytes'))}{f'; {how}' if how else ''}"
+    )
+    kinds = ", ".join(f"{of(name):,} {name}" for name in ("stored", "removed", "cleared"))
+    only = "" if shown is None else f"; {shown:,} shown"
+    yield f"events   {events:,}{_rate(events, seconds)}: {kinds}{only}"
+    yield f"blocks   {of('blocks_stored'):,} stored, {of('blocks_removed'):,} removed"
+    yield f"trouble  {_troubles(streams)}"
+    for one in streams:
+        name = "form" if len(streams) == 1 else one.label
+        yield f"{name:<8} {_form(one)}"
+
+
+def _troubles(streams: Sequence[Stream]) -> str:
+    parts = []
+    for one, many, name in (
+        ("gap", "gaps", "gaps"),
+        ("batch lost", "batches lost", "lost"),
+        ("restart", "restarts", "restarts"),
+        ("undecodable batch", "undecodable batches", "undecodable"),
+        ("malformed message", "malformed messages", "malformed"),
+        ("event skipped", "events skipped", "skipped"),
+        ("connection refused", "connections refused", "refused"),
+    ):
+        if count := sum(getattr(stream, name) for stream in streams):
+            parts.append(f"{count:,} {one if count == 1 else many}")
+    rules: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    for stream in streams:
+        rules += stream.findings
+        notes += stream.notes
+    parts += [f"{count:,} {rule}" for rule, count in rules.most_common()]
+    text = ", ".join(parts) or "none"
+    if notes:
+        text += f"; notes: {', '.join(f'{count:,} {rule}' for rule, count in notes.most_common())}"
+    if any(stream.behind for stream in streams):
+        text += "; we read too slowly: gaps may be our own"
+    return text
+
+
+def _form(stream: Stream) -> str:
+    text = str(stream.appearance)
+    if stream.answers_of:
+        frames = " or ".join(map(str, sorted(stream.answers_of)))
+        text += f", replays of {frames} frames"
+    return text
+
+
+def _rate(count: int, seconds: float) -> str:
+    if seconds < 0.001 or not count:
+        return ""
+    rate = count / seconds
+    return f" ({rate:,.0f}/s)" if rate >= 10 else f" ({rate:.2g}/s)"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.3f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min {rest} s" if hours else f"{minutes} min {rest} s"
+
+
+def _size(count: int) -> str:
+    if count < 1000:
+        return f"{count} bytes"
+    for unit, step in (("kB", 10**3), ("MB", 10**6)):
+        if count < step * 1000:
+            return f"{count / step:.1f} {unit}"
+    return f"{count / 10**9:,.1f} GB"

@@ -1,0 +1,375 @@
+"""`kvevents plot`: pages and pictures, as a process; of captures that are whole, empty, torn, hostile."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from publisher_rig import kvevents, payload_of
+
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.capture import CaptureHead, capture_start, pack_message
+from kvevents.frames import JOIN, live_frames, replay_answer, replay_end, replay_request
+from kvevents.message import Channel
+from kvevents.profile import Profile
+from publisher.tools.plot import plot as draw
+from publisher.tools.plot import profile_of
+from publisher.tools.plot_figure import duration, png, svg
+
+GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
+START = 1_700_000_000_000_000_000
+MS = 1_000_000
+HOSTILE = "</title><script src='//x/y.js'>\x1b[31m&$\\frac"
+
+
+def stored(*hashes: int, medium: StorageMedium = GPU) -> BlockStored:
+    return BlockStored(list(hashes), None, [1, 2, 3, 4] * len(hashes), 4, medium=medium)
+
+
+def removed(*hashes: int, medium: StorageMedium = GPU) -> BlockRemoved:
+    return BlockRemoved(list(hashes), medium=medium)
+
+
+LIFE: list[list[Event]] = [
+    [AllBlocksCleared(), stored(*range(1, 9))],
+    [stored(*range(1, 9), medium=CPU)],
+    [removed(8, 7, 6)],
+    [stored(20, 21, 22)],
+    [removed(22)],
+    [stored(6, 7, 8)],
+    [removed(8)],
+    [stored(8)],
+]
+
+
+def records(batches: list[list[Event]], step_ns: int = 100 * MS) -> list[bytes]:
+    """A live message for each batch, from seq 0 on, a step apart."""
+    return [
+        pack_message(
+            START + seq * step_ns, Channel.LIVE, live_frames(b"", seq, payload_of(*events))
+        )
+        for seq, events in enumerate(batches)
+    ]
+
+
+def capture(
+    path: Path, told: list[bytes], *, topic: str = "", replay_endpoint: str | None = None
+) -> Path:
+    head = CaptureHead(endpoint="tcp://h:1", replay_endpoint=replay_endpoint, topic=topic)
+    path.write_bytes(capture_start(head) + b"".join(told))
+    return path
+
+
+def plot(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run it to its end; it says nothing on stdout, and no traceback on stderr."""
+    done = kvevents("plot", *map(str, arguments))
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr and "Warning" not in done.stderr
+    return done
+
+
+def size_of(image: bytes) -> tuple[int, int]:
+    """Width and height of a PNG, all of whose chunks are whole."""
+    assert image[:8] == b"\x89PNG\r\n\x1a\n"
+    at, kinds = 8, []
+    while at < len(image):
+        (length,) = struct.unpack_from(">I", image, at)
+        kind, end = image[at + 4 : at + 8], at + 8 + length
+        assert zlib.crc32(image[at + 4 : end]) == struct.unpack_from(">I", image, end)[0]
+        kinds.append(kind)
+        at = end + 4
+    assert kinds[-1] == b"IEND"
+    width, height = struct.unpack_from(">II", image, 16)
+    return width, height
+
+
+class Page(HTMLParser):
+    """A page's tags and words. Fails for one whose tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.words.append(data.strip())
+
+    def rows(self, first: str) -> list[str]:
+        """The cells of a table's row, from the one that says `first` on."""
+        return self.words[self.words.index(first) :]
+
+
+def assert_loads_nothing(page: Page, text: str) -> None:
+    """No tag that loads or runs, no reference but to the page itself, no address at all."""
+    assert not {tag for tag, _ in page.tags} & {
+        *("script", "link", "img", "iframe", "object", "embed", "image", "foreignobject", "base")
+    }
+    for _, attributes in page.tags:
+        for key, value in attributes.items():
+            assert not key.startswith("on")
+            if key.endswith(("href", "src")):
+                assert value is not None and value.startswith("#")
+    assert "http://" not in text and "https://" not in text
+    assert "@import" not in text
+    assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)\)", text))
+
+
+def page_of(file: Path) -> Page:
+    """The page of a capture, drawn in this process, once it is seen that it loads nothing."""
+    output = file.with_name("drawn.html")
+    draw([file], output, pytest.fail)
+    text = output.read_text()
+    page = Page(text)
+    assert_loads_nothing(page, text)
+    return page
+
+
+# -------------------------------------------------------------------------------------- pictures
+
+
+def test_a_page_has_the_picture_and_the_numbers(tmp_path: Path) -> None:
+    """One file that loads nothing; source, time span, counts, a row for each tier, and what returns."""
+    file = capture(tmp_path / "life.kve", records(LIFE), topic="kv", replay_endpoint="tcp://h:2")
+    done = plot(file, "-o", tmp_path / "life.html")
+    assert done.stderr == ""
+    text = (tmp_path / "life.html").read_text()
+    page = Page(text)
+    assert_loads_nothing(page, text)
+    assert sum(tag == "svg" for tag, _ in page.tags) == 1
+    for words in (
+        *("tcp://h:1", "tcp://h:2", "kv", "2023-11-14 22:13:20 UTC"),
+        *("2023-11-14 22:13:20 UTC, 700 ms", "9: 5 stored, 3 removed, 1 cleared"),
+        *("Resident blocks, by tier", "How long blocks stay"),
+    ):
+        assert words in page.words, words
+    assert page.rows("Prefixes that return most")[6:11] == ["000000000000", "GPU", "0", "1", "3"]
+    tiers = page.rows("kept at twice")[1:]
+    told = ["GPU", "15", "5", "0", "10", "10", "201 ms", "201 ms", "4 (27%)", "100%", "302 ms", "3"]
+    assert tiers[:13] == [*told, "100%"]
+    assert tiers[13:18] == ["CPU_PINNED", "8", "0", "0", "8"]
+
+
+def test_a_page_follows_light_and_dark(tmp_path: Path) -> None:
+    """No ink, grid or ground of the picture has a colour of its own, so the page's style decides."""
+    draw([capture(tmp_path / "c", records(LIFE))], tmp_path / "c.html", pytest.fail)
+    text = (tmp_path / "c.html").read_text()
+    assert "prefers-color-scheme: dark" in text
+    drawn = text[text.index("<svg") : text.index("</svg>")]
+    assert "var(--ink)" in drawn and "var(--paper)" in drawn and "var(--shade)" in drawn
+    for colour in ("#000000", "#ffffff", "#24292f", "#d0d7de"):
+        assert colour not in drawn
+
+
+def test_a_png_is_an_image(tmp_path: Path) -> None:
+    """Of the size that the help says."""
+    plot(capture(tmp_path / "c", records(LIFE)), "-o", tmp_path / "one.PNG")
+    assert size_of((tmp_path / "one.PNG").read_bytes()) == (1200, 1080)
+
+
+def test_a_picture_depends_on_the_capture_only(tmp_path: Path) -> None:
+    """No date, no chance: another process draws the same bytes; and they are no other capture's."""
+    file = capture(tmp_path / "c", records(LIFE))
+    one, other = tmp_path / "one.html", tmp_path / "other.html"
+    plot(file, "-o", one)
+    draw([file], other, pytest.fail)
+    assert one.read_bytes() == other.read_bytes()
+    told, half = profile_of(file).profile, profile_of(capture(tmp_path / "h", records(LIFE[:4])))
+    assert png(told, "t") == png(told, "t") != png(half.profile, "t")
+
+
+def test_several_captures_are_sections_of_one_page(tmp_path: Path) -> None:
+    """One after the other, each with its own picture; a picture is of one only."""
+    files = [capture(tmp_path / name, records(LIFE[:n])) for name, n in (("a", 3), ("b", 8))]
+    plot(*files, "-o", tmp_path / "both.html")
+    text = (tmp_path / "both.html").read_text()
+    page = Page(text)
+    assert_loads_nothing(page, text)
+    assert sum(tag == "svg" for tag, _ in page.tags) == 2
+    assert page.words.index(str(files[0])) < page.words.index(str(files[1]))
+    done = plot(*files, "-o", tmp_path / "both.png", code=2)
+    assert done.stderr == "kvevents plot: FILE: 2 captures fit on a page of .html only\n"
+    assert not (tmp_path / "both.png").exists()
+
+
+def test_what_went_wrong_is_marked(tmp_path: Path) -> None:
+    """Losses, restarts, clears and what cannot be read are in the picture, and how many there were."""
+    told = records(LIFE)
+    again = [
+        pack_message(
+            START + 10**9 + seq, Channel.LIVE, live_frames(b"", seq, payload_of(*LIFE[seq]))
+        )
+        for seq in (0, 1)
+    ]
+    junk = [
+        pack_message(START + 10**9 + 5, Channel.LIVE, live_frames(b"", 2, b"\xc1")),
+        pack_message(START + 10**9 + 6, Channel.LIVE, [b"one frame"]),
+    ]
+    file = capture(tmp_path / "c", [*told[:3], *told[5:], *again, *junk])
+    page = page_of(file)
+    for words in (
+        "batches lost (1)",
+        "restart (1)",
+        "cleared (2)",
+        "not readable (2)",
+        "batches lost",
+    ):
+        assert words in page.words, words
+    assert page.rows("batches lost")[1] == "2"
+    assert page.rows("batches not readable")[1] == "2"
+
+
+def test_what_was_there_before_has_no_age(tmp_path: Path) -> None:
+    """Blocks that came in answer to a replay are drawn, but not how long they stay."""
+    answer = [
+        pack_message(START, Channel.ASKED, replay_request(JOIN)),
+        pack_message(
+            START, Channel.ANSWER, replay_answer(b"", 0, payload_of(stored(1)), delimited=True)
+        ),
+        pack_message(START, Channel.ANSWER, replay_end(delimited=True)),
+        pack_message(START + MS, Channel.LIVE, live_frames(b"", 1, payload_of(removed(1)))),
+    ]
+    file = capture(tmp_path / "c", answer, replay_endpoint="tcp://h:2")
+    words = page_of(file).words
+    assert "no block was seen from its store to its removal" in words
+    assert profile_of(file).profile.tiers()[GPU].unknown_ages == 1
+
+
+@pytest.mark.parametrize(
+    ("batches", "step_ns"),
+    [
+        ([[]], 1),
+        ([[stored(1)]], 0),
+        ([[AllBlocksCleared()]], 1),
+        ([[removed(1)]], 1),
+        ([[stored(1), removed(1)]] * 2, -5),
+        ([[stored(1), removed(1)]] * 9, 2**59),
+    ],
+    ids=["heartbeat", "store", "clear", "removal", "back-in-time", "centuries"],
+)
+def test_any_capture_can_be_drawn(batches: list[list[Event]], step_ns: int, tmp_path: Path) -> None:
+    """However little is in it, and however strange its clock; what there is none of is said."""
+    file = capture(tmp_path / "c", records(batches, step_ns))
+    words, events = page_of(file).words, profile_of(file).profile.events
+    for text, kind in (
+        ("no block was stored", "stored"),
+        ("no block was stored again after its removal", "removed"),
+        ("no block was seen from its store to its removal", "removed"),
+    ):
+        assert (text in words) == (not events[kind] or not events["stored"])
+
+
+def test_an_empty_capture_is_drawn(tmp_path: Path) -> None:
+    """A page that says that there was nothing, and exit code 3."""
+    done = plot(capture(tmp_path / "c", []), "-o", tmp_path / "c.html", code=3)
+    assert done.stderr == "kvevents plot: no batch is in it\n"
+    text = (tmp_path / "c.html").read_text()
+    assert_loads_nothing(Page(text), text)
+    assert "nothing was told" in text
+
+
+def test_names_from_the_wire_are_only_words(tmp_path: Path) -> None:
+    """Neither a file's name, nor an endpoint, nor a topic can be more than text, on a page or in one."""
+    file = capture(
+        tmp_path / "<b>$x & \x1b[2J", records(LIFE), topic=HOSTILE, replay_endpoint=HOSTILE
+    )
+    plot(file, "-o", tmp_path / "c.html")
+    text = (tmp_path / "c.html").read_text()
+    page = Page(text)
+    assert_loads_nothing(page, text)
+    assert "\x1b" not in text
+    assert "b" not in {tag for tag, _ in page.tags[: page.tags.index(("section", {}))]}
+    drawn = svg(profile_of(file).profile, file.name + HOSTILE)
+    assert b"\x1b" not in drawn and b"<b>" not in drawn and b"<script" not in drawn
+    assert size_of(png(Profile(), HOSTILE)) == (1200, 1080)
+
+
+# ------------------------------------------------------------------------- files, good and bad
+
+
+def test_a_damaged_capture_is_drawn_as_far_as_it_is_whole(tmp_path: Path) -> None:
+    """What was left out is said, on the page too; exit code 1."""
+    told = records(LIFE)
+    spoilt = bytearray(told[5])
+    spoilt[-1] ^= 1
+    file = capture(tmp_path / "c", [*told[:5], bytes(spoilt), *told[6:]])
+    done = plot(file, "-o", tmp_path / "c.html", code=1)
+    assert "5 batches were read" in done.stderr and "left out" in done.stderr
+    page = Page((tmp_path / "c.html").read_text())
+    assert any("5 batches were read" in words for words in page.words)
+    assert page.rows("batches")[1] == "5"
+
+
+def test_a_capture_that_is_cut_off_is_whole_but_for_its_last(tmp_path: Path) -> None:
+    """A kill is no damage: said, and exit code 0."""
+    file = capture(tmp_path / "c", records(LIFE))
+    file.write_bytes(file.read_bytes()[:-7])
+    done = plot(file, "-o", tmp_path / "c.svg")
+    assert "was cut off" in done.stderr
+    assert (tmp_path / "c.svg").read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["{c}", "-o", "{d}/x.pdf"], "-o: '{d}/x.pdf' does not end in .html, .png, .svg"),
+        (["{c}", "-o", "{d}/html"], "-o: '{d}/html' does not end in .html, .png, .svg"),
+        (["{c}", "-o", "{d}/no/x.png"], "-o: {d}/no/x.png: No such file or directory"),
+        (["{c}", "-o", "{d}/f.png"], "-o: '{d}/f.png' is there already, and is no file"),
+        (["{c}", "-o", "{c}"], "-o: '{c}' is the capture itself"),
+        (["{d}/none", "-o", "{d}/x.png"], "SOURCE: {d}/none: No such file or directory"),
+        (["{d}/text", "-o", "{d}/x.png"], "SOURCE: {d}/text: no capture: it does not begin"),
+        (["{d}", "-o", "{d}/x.png"], "SOURCE: {d}: Is a directory"),
+        (["tcp://h:1", "-o", "{d}/x.png"], "FILE: tcp://h:1 is no capture; `kvevents record"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(
+    tmp_path: Path, arguments: list[str], reason: str
+) -> None:
+    """Exit code 2, and nothing is left behind, changed or made."""
+    file = capture(tmp_path / "c.svg", records(LIFE))
+    (tmp_path / "f.png").mkdir()
+    (tmp_path / "text").write_text("hello, this is no capture at all")
+    before = {entry: entry.stat().st_mtime_ns for entry in tmp_path.iterdir()}
+    names = {"c": str(file), "d": str(tmp_path)}
+    done = plot(*(one.format(**names) for one in arguments), code=2)
+    assert done.stderr.startswith(f"kvevents plot: {reason.format(**names)}")
+    assert len(done.stderr.splitlines()) == 1
+    assert {entry: entry.stat().st_mtime_ns for entry in tmp_path.iterdir()} == before
+
+
+def test_a_picture_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+    """The output is replaced once all is drawn."""
+    (tmp_path / "x.png").write_bytes(b"the one before")
+    plot(tmp_path / "none", "-o", tmp_path / "x.png", code=2)
+    assert (tmp_path / "x.png").read_bytes() == b"the one before"
+    draw([capture(tmp_path / "c", records(LIFE))], tmp_path / "x.png", pytest.fail)
+    assert size_of((tmp_path / "x.png").read_bytes()) == (1200, 1080)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c", "x.png"]
+
+
+def test_durations_are_in_the_unit_that_suits_them() -> None:
+    """Three digits."""
+    second = 1_000_000_000
+    told = [duration(second * n) for n in (0, 0.0012, 1, 59.5, 60, 7200, 200_000)]
+    assert told == ["0 ms", "1.2 ms", "1 s", "59.5 s", "1 min", "2 h", "2.31 days"]

@@ -1,0 +1,302 @@
+"""`kvevents record`: as a process, against real sockets and real files."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from publisher_rig import (
+    ENVIRONMENT,
+    PATIENCE_S,
+    RawPublisher,
+    kvevents,
+    payload_of,
+    start_kvevents,
+)
+
+from kvevents import BlockStored, StorageMedium
+from kvevents.capture import CaptureReader
+from kvevents.frames import JOIN, live_frames, replay_answer, replay_end
+from kvevents.message import Channel, Message
+
+GOOD = payload_of(BlockStored([1], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU))
+
+
+@pytest.fixture
+def publisher() -> Iterator[RawPublisher]:
+    with RawPublisher() as publisher:
+        yield publisher
+
+
+def read(file: Path) -> list[Message]:
+    """What the file has so far."""
+    return CaptureReader().feed(file.read_bytes()) if file.exists() else []
+
+
+def await_live(file: Path, count: int) -> list[Message]:
+    """Until so many live messages can be read in it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while len(live_of(messages := read(file))) < count:
+        assert time.monotonic() < deadline, messages
+    return messages
+
+
+def live_of(messages: list[Message]) -> list[list[bytes]]:
+    """The frames of those that came live."""
+    return [one.frames for one in messages if one.channel == Channel.LIVE]
+
+
+def answer(publisher: RawPublisher, starts: list[int], *answers: list[bytes]) -> Thread:
+    """Serve two requests as an engine does: END alone to JOIN, and all there is to anything else."""
+
+    def run() -> None:
+        for _ in range(2):
+            client, start = publisher.request()
+            starts.append(start)
+            for message in answers if start != JOIN else ():
+                publisher.router.send_multipart([client, *message])
+            publisher.end(client)
+
+    thread = Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_what_is_recorded_is_what_came(publisher: RawPublisher, tmp_path: Path) -> None:
+    """Frames, channels and times, of both sockets, and of the connection; the owner alone may read it."""
+    old = replay_answer(b"", 0, GOOD, delimited=True)
+    starts: list[int] = []
+    thread = answer(publisher, starts, old)
+    file = tmp_path / "capture"
+    source = f"{publisher.endpoint},{publisher.replay_endpoint}"
+    with start_kvevents("record", "record", "-w", str(file), source, "-n", "2") as process:
+        publisher.await_subscriber()
+        thread.join()
+        await_answered = time.monotonic() + PATIENCE_S
+        while not any(one.ends_replay for one in read(file)[4:]):
+            assert time.monotonic() < await_answered
+        publisher.live(1, payload=GOOD)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, f"kvevents record: 2 batches are in {file}\n")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    reader = CaptureReader()
+    messages = reader.feed(file.read_bytes())
+    assert reader.head is not None and reader.torn == 0
+    assert (reader.head.endpoint, reader.head.replay_endpoint) == (
+        publisher.endpoint,
+        publisher.replay_endpoint,
+    )
+    assert reader.head.started_ns < messages[0].at_ns
+    assert [one.at_ns for one in messages] == sorted(one.at_ns for one in messages)
+    assert starts == [JOIN, 0]
+    assert [(one.channel, one.frames[-2:]) for one in messages] == [
+        (Channel.CONNECTED, []),
+        (Channel.ASKED, [b"", JOIN.to_bytes(8, "big")]),
+        (Channel.ANSWER, replay_end(delimited=True)[-2:]),
+        (Channel.ASKED, [b"", bytes(8)]),
+        (Channel.ANSWER, old[-2:]),
+        (Channel.ANSWER, replay_end(delimited=True)[-2:]),
+        (Channel.LIVE, live_frames(b"", 1, GOOD)[-2:]),
+    ]
+    assert kvevents("lint", str(file), "--as", "vllm-router").stdout == (
+        "vllm-router 0.1.17: takes all 2 batches, 2 blocks\n"
+    )
+
+
+def test_it_is_packed_as_gzip_does(publisher: RawPublisher, tmp_path: Path) -> None:
+    """Whoever has gzip can unpack it."""
+    file = tmp_path / "capture"
+    with start_kvevents(
+        "record", "record", "-w", str(file), publisher.endpoint, "-n", "1"
+    ) as process:
+        publisher.await_subscriber()
+        publisher.live(0, payload=GOOD)
+        process.communicate(timeout=PATIENCE_S)
+    assert gzip.decompress(file.read_bytes()).startswith(b"kvevents capture 1\n")
+
+
+def test_a_kill_costs_at_most_what_came_last(publisher: RawPublisher, tmp_path: Path) -> None:
+    """kill -9 in the midst of a stream: what the file has is whole, in order, and no fault of it."""
+    file = tmp_path / "capture"
+    with start_kvevents("record", "record", "-w", str(file), publisher.endpoint) as process:
+        publisher.await_subscriber()
+        seq = 0
+        while not file.exists() or file.stat().st_size < 20_000:
+            publisher.live(seq, payload=GOOD)
+            seq += 1
+        process.kill()
+        process.wait(timeout=PATIENCE_S)
+    messages = read(file)
+    assert messages[0].channel == Channel.CONNECTED
+    live = live_of(messages)
+    assert len(live) > 100 and len(live) == len(messages) - 1
+    assert live == [live_frames(b"", n, GOOD) for n in range(len(live))]
+    done = kvevents("lint", str(file), "--as", "dynamo")
+    assert done.returncode == 0
+    assert f"{len(live)} batches" in done.stdout
+
+
+def test_each_batch_can_be_read_before_the_next_comes(
+    publisher: RawPublisher, tmp_path: Path
+) -> None:
+    """While it is written, and after a kill: nothing waits for more to come."""
+    file = tmp_path / "capture"
+    with start_kvevents("record", "record", "-w", str(file), publisher.endpoint) as process:
+        publisher.await_subscriber()
+        for seq in range(5):
+            publisher.live(seq, payload=GOOD)
+            messages = await_live(file, seq + 1)
+            assert live_of(messages) == [live_frames(b"", n, GOOD) for n in range(seq + 1)]
+        process.kill()
+        process.wait(timeout=PATIENCE_S)
+    done = kvevents("lint", str(file), "--as", "dynamo")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_ends_a_recording(publisher: RawPublisher, tmp_path: Path) -> None:
+    """As the time does: the count is said, and the file is whole and closed."""
+    file = tmp_path / "capture"
+    with start_kvevents("record", "record", "-w", str(file), publisher.endpoint) as process:
+        publisher.await_subscriber()
+        publisher.live(0, payload=GOOD)
+        await_live(file, 1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, f"kvevents record: 1 batch is in {file}\n")
+    assert gzip.decompress(file.read_bytes())
+
+
+def test_ctrl_c_in_a_flood_spoils_nothing(publisher: RawPublisher, tmp_path: Path) -> None:
+    """Wherever it strikes: the file is whole to its end, and has no hole."""
+    file = tmp_path / "capture"
+    with start_kvevents("record", "record", "-w", str(file), publisher.endpoint) as process:
+        publisher.await_subscriber()
+        seq, interrupted = 0, False
+        while process.poll() is None:
+            publisher.live(seq, payload=GOOD)
+            seq += 1
+            if not interrupted and file.exists() and file.stat().st_size > 10_000:
+                process.send_signal(signal.SIGINT)
+                interrupted = True
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert gzip.decompress(file.read_bytes())
+    live = live_of(read(file))
+    assert live == [live_frames(b"", n, GOOD) for n in range(len(live))]
+    assert err == f"kvevents record: {len(live)} batches are in {file}\n"
+
+
+def test_standard_output(publisher: RawPublisher) -> None:
+    """`-w -` writes the capture there, and its messages to stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "publisher.cli", "record", "-w", "-", publisher.endpoint, "-n", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    publisher.await_subscriber()
+    publisher.live(0, payload=GOOD)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, b"kvevents record: 1 batch is in -\n")
+    assert live_of(CaptureReader().feed(out)) == [live_frames(b"", 0, GOOD)]
+
+
+def test_a_reader_of_standard_output_that_leaves_is_no_error(publisher: RawPublisher) -> None:
+    """SIGPIPE: quiet, and 0."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "publisher.cli", "record", "-w", "-", publisher.endpoint],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    publisher.await_subscriber()
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    publisher.live(0, payload=GOOD)
+    assert process.wait(timeout=PATIENCE_S) == 0
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("start", ["beginning", "3", "live"])
+def test_from(publisher: RawPublisher, tmp_path: Path, start: str) -> None:
+    """What is asked for first: all, what follows a seq, or nothing."""
+    file = tmp_path / "capture"
+    source = f"{publisher.endpoint},{publisher.replay_endpoint}"
+    arguments = ("record", "-w", str(file), source, "--from", start, "-n", "1")
+    with start_kvevents("record", *arguments) as process:
+        publisher.await_subscriber()
+        if start != "live":
+            client, asked = publisher.request()
+            assert asked == {"beginning": 0, "3": 3}[start]
+            publisher.end(client)
+        publisher.live(3, payload=GOOD)
+        assert process.wait(timeout=PATIENCE_S) == 0
+    asked_first = [one.frames for one in read(file) if one.channel == Channel.ASKED]
+    assert (asked_first == []) == (start == "live")
+
+
+def test_a_full_disk_is_one_line(publisher: RawPublisher, tmp_path: Path) -> None:
+    """Exit code 2, and what was written until then can be read."""
+    file = tmp_path / "capture"
+
+    with start_kvevents("record", "record", "-w", str(file), publisher.endpoint) as process:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+        publisher.await_subscriber()
+        seq, deadline = 0, time.monotonic() + PATIENCE_S
+        while process.poll() is None:
+            publisher.live(seq, payload=os.urandom(500))
+            seq += 1
+            assert time.monotonic() < deadline
+        _, err = process.communicate()
+    assert (process.returncode, err) == (2, f"kvevents record: -w: {file}: File too large\n")
+    live = live_of(read(file))
+    assert len(live) > 20
+    assert [frames[1] for frames in live] == [n.to_bytes(8, "big") for n in range(len(live))]
+
+
+def test_nothing_is_overwritten(publisher: RawPublisher, tmp_path: Path) -> None:
+    """A file that is there already is left as it is."""
+    file = tmp_path / "capture"
+    file.write_text("mine")
+    done = kvevents("record", "-w", str(file), publisher.endpoint, "--for", "1")
+    assert (done.returncode, file.read_text()) == (2, "mine")
+    assert done.stderr == f"kvevents record: -w: {file}: File exists\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("tcp://h:1",), "-w"),
+        (("-w", "/nonexistent/x", "tcp://127.0.0.1:1"), "-w: /nonexistent/x: No such file"),
+        (("-w", "x", "tcp://h:1", "tcp://h:2"), "SOURCE: one endpoint is recorded at a time"),
+        (("-w", "x", "y"), "SOURCE: one endpoint is recorded at a time"),
+        (
+            ("-w", "x", "tcp://h:1", "--from", "state"),
+            "--from: state can be had of a replay endpoint",
+        ),
+        (
+            ("-w", "x", "tcp://h:1,2", "--from", "-4"),
+            "--from: '-4' is none of state, beginning, live",
+        ),
+        (
+            ("-w", "x", "tcp://h:1,2", "--from", "9" * 19),
+            f"--from: {'9' * 19} is above {2**63 - 1}",
+        ),
+        (("-w", "x", "tcp://h:1", "--for", "-1"), "--for: -1.0 is not above 0 and at most 86400"),
+    ],
+)
+def test_usage(arguments: tuple[str, ...], said: str) -> None:
+    """Exit code 2, and one line that names the option, its value and the bound."""
+    done = kvevents("record", *arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert said in done.stderr

@@ -1,0 +1,308 @@
+"""publisher.tools.{fleet,held,prompt,columns}: what is held, by whom, and why it is no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, Namespace, StorageMedium
+from kvevents.capture import CaptureHead, capture_start, pack_message
+from kvevents.frames import live_frames
+from kvevents.message import Channel
+from publisher.tools.columns import Cell, Column, lay_out, printable, short_number
+from publisher.tools.fleet import Fleet, Rank, Worker
+from publisher.tools.held import Held, HeldBlock, score
+from publisher.tools.prompt import parse_tokens
+from publisher.tools.source import Capture
+
+GPU, CPU, DISK = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK
+
+
+def stored(*names: int, parent: int | None = None, **more: object) -> BlockStored:
+    """Blocks of two tokens: n has 10n and 10n + 1."""
+    tokens = [token for name in names for token in (10 * name, 10 * name + 1)]
+    told: dict[str, object] = {"token_ids": tokens, "block_size": 2, "medium": GPU}
+    return BlockStored(list(names), parent, **told | more)  # type: ignore[arg-type]
+
+
+def strange(events: list[Event], rank: int = 0) -> bytes:
+    """A payload that our own encoder might refuse."""
+    return msgspec.msgpack.encode([1.0, events, rank])
+
+
+def capture(path: Path, *batches: list[Event] | bytes, first: int = 0, rank: int = 0) -> Capture:
+    """Of live batches from seq `first`."""
+    payloads = [one if isinstance(one, bytes) else strange(one, rank) for one in batches]
+    told = [
+        pack_message(seq, Channel.LIVE, live_frames(b"", seq, payload))
+        for seq, payload in enumerate(payloads, first)
+    ]
+    path.write_bytes(capture_start(CaptureHead(endpoint="tcp://h:1")) + b"".join(told))
+    return Capture(path)
+
+
+def followed(capture: Capture) -> tuple[Worker, list[Rank]]:
+    """What it comes to."""
+    fleet = Fleet([capture])
+    for step in capture.steps():
+        fleet.take(capture, step)
+    return fleet.of(capture), fleet.ranks
+
+
+# ------------------------------------------------------------------------------------------ fleet
+
+
+def test_a_stream_from_its_beginning_is_whole(tmp_path: Path) -> None:
+    """Blocks by medium, the last seq, and nothing to note."""
+    events: list[Event] = [stored(1, 2), stored(1, medium=CPU), BlockRemoved([2], GPU)]
+    worker, (rank,) = followed(capture(tmp_path / "c", events))
+    assert rank.index.resident[GPU] == rank.index.resident[CPU] == {1}
+    assert (worker.seq, worker.is_whole(rank), worker.notes(rank)) == (0, True, [])
+
+
+@pytest.mark.parametrize(
+    ("batches", "first", "note"),
+    [
+        ([[stored(1)]], 3, "joined live: what was stored before is unknown"),
+        ([[stored(1)], b"\xc1"], 0, "1 batch cannot be read"),
+        ([[stored(1)], [stored(2, block_size=5)]], 0, "1 block malformed"),
+    ],
+)
+def test_what_is_missing_is_noted_until_all_is_cleared(
+    tmp_path: Path, batches: list[list[Event] | bytes], first: int, note: str
+) -> None:
+    """A state that is not all there is says why; what is told after a clear is whole again."""
+    worker, (rank,) = followed(capture(tmp_path / "c", *batches, first=first))
+    assert not worker.is_whole(rank)
+    assert worker.notes(rank) == [note]
+    batches = [*batches, [AllBlocksCleared(), stored(7)]]
+    worker, (rank,) = followed(capture(tmp_path / "d", *batches, first=first))
+    assert worker.is_whole(rank) and not worker.notes(rank)
+    assert rank.index.resident[GPU] == {7}
+
+
+def test_batches_that_are_lost_leave_it_stale(tmp_path: Path) -> None:
+    """How many, and it is not whole."""
+    one, other = capture(tmp_path / "a", [stored(1)]), capture(tmp_path / "b", [stored(2)], first=4)
+    told = [*one.messages(), *other.messages()]
+    head = capture_start(CaptureHead(endpoint="tcp://h:1"))
+    (tmp_path / "c").write_bytes(
+        head + b"".join(pack_message(at, each.channel, each.frames) for at, each in enumerate(told))
+    )
+    worker, (rank,) = followed(Capture(tmp_path / "c"))
+    assert worker.notes(rank) == ["stale: 3 batches lost"]
+    assert not worker.is_whole(rank) and worker.seq == 4
+
+
+def test_what_is_of_others_is_left_out_and_counted(tmp_path: Path) -> None:
+    """Blocks that are another worker's, and of KV cache groups that are not the main one: the first of
+    full attention, and before it is known group 0.
+    """
+    events: list[Event] = [
+        stored(1, locality="REMOTE"),
+        stored(2, group_idx=0),
+        stored(3, group_idx=1, kv_cache_spec_kind="full_attention"),
+        stored(4, group_idx=0),
+        BlockRemoved([3], GPU, group_idx=0),
+        BlockRemoved([3], GPU, locality="REMOTE"),
+        stored(5),
+    ]
+    worker, (rank,) = followed(capture(tmp_path / "c", events))
+    assert rank.index.resident[GPU] == {3, 5}
+    assert (rank.remote, rank.other_groups) == (2, 2)
+    assert worker.is_whole(rank)
+    assert worker.notes(rank) == [
+        "2 blocks of other workers left out",
+        "2 blocks of other KV cache groups left out",
+    ]
+
+
+def test_blocks_that_are_told_by_their_hashes_alone(tmp_path: Path) -> None:
+    """An offload tells hashes in any order, a size of 0 and no tokens: those that are held get a second
+    medium, and the others are counted.
+    """
+    offload = BlockStored([2, 9, 1], None, [], 0, medium=CPU)
+    worker, (rank,) = followed(capture(tmp_path / "c", [stored(1, 2), offload]))
+    assert rank.index.resident[CPU] == {1, 2}
+    assert worker.notes(rank) == ["1 block malformed"]
+    assert [one.depth for one in rank.index.path([10, 11, 20, 21], Namespace())] == [0, 1]
+
+
+def test_ranks_are_kept_apart_and_bounded(tmp_path: Path) -> None:
+    """A stream that makes up ranks does not take all memory, and it is said."""
+    told = [strange([stored(1)], rank) for rank in range(1100)]
+    worker, ranks = followed(capture(tmp_path / "c", *told))
+    assert len(ranks) == 1024 and not worker.is_whole(ranks[0])
+    assert worker.notes(ranks[0]) == ["only 1024 ranks are looked at"]
+
+
+# ------------------------------------------------------------------------------------------- held
+
+
+def test_the_depth_of_a_block_is_its_place_in_its_prompt() -> None:
+    """From 0; unknown where something before it is not held, and where blocks stand in a circle."""
+    held = Held()
+    held.apply([stored(3, parent=2), stored(1, 2), stored(8, parent=7), stored(9, parent=8)])
+    held.apply([stored(20, parent=21), stored(21, parent=20)])
+    depths = {int(one.name): one.depth for one in held.blocks()}
+    assert depths == {1: 0, 2: 1, 3: 2, 8: None, 9: None, 20: None, 21: None}
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.none() | st.integers(0, 6)), max_size=12))
+def test_any_parents_have_depths(told: list[tuple[int, int | None]]) -> None:
+    """A block's depth is one more than its parent's, whatever a stream says of parents."""
+    held = Held()
+    held.apply([stored(name, parent=parent) for name, parent in told])
+    found = {one.name: one for one in held.blocks()}
+    assert len(found) == len(held)
+    for _, block, depth in found.values():
+        if block.parent is None:
+            assert depth == 0
+        elif block.parent not in found:
+            assert depth is None
+        elif depth is not None:
+            assert depth == (found[block.parent].depth or 0) + 1
+
+
+def reasons(held: Held, tokens: list[int], namespace: Namespace | None = None) -> list[str]:
+    """Why no more of it is held."""
+    (one,) = score([("w", 0, held)], tokens, namespace or Namespace())
+    return one.reasons
+
+
+def test_why_a_prompt_is_not_held() -> None:
+    """Each of the usual causes is told from the others."""
+    held = Held()
+    assert reasons(held, [10, 11]) == ["holds no block"]
+    held.apply([stored(1, 2, lora_name="x"), stored(3, 4)])
+    assert reasons(held, [10]) == [
+        "the prompt is shorter than a block of 2 tokens: nothing can be found"
+    ]
+    assert reasons(held, [10, 11, 20, 21, 30, 31]) == [
+        "2 of 3 blocks are held under lora 'x', not under the base"
+    ]
+    assert reasons(held, [30, 31], Namespace(cache_salt="s")) == [
+        "1 of 1 blocks are held under the base, not under cache salt 's'"
+    ]
+    assert reasons(held, [30, 31, 99, 99]) == ["the chain breaks at block 1, token 2"]
+    assert reasons(held, [31, 40]) == [
+        "a prompt is held that begins alike, with one token more before it (BOS?)"
+    ]
+    assert reasons(held, [7, 30, 31, 40]) == [
+        "a prompt is held that begins alike, without the first token (BOS?)"
+    ]
+    assert reasons(held, [30, 31]) == []
+    held.apply([stored(5, extra_keys=[["image"]]), stored(6, parent=77)])
+    assert reasons(held, [50, 51]) == [
+        "its first block is held with extra keys (of an image, say), which tokens do not tell",
+        "1 chains of blocks are held whose beginning is not",
+    ]
+    untold = Held()
+    untold.apply([stored(1, 2, token_ids=[])])
+    assert reasons(untold, [10, 11]) == [
+        "token ids are left out of all blocks: these cannot be found by tokens"
+    ]
+
+
+def test_the_best_worker_comes_first() -> None:
+    """Most tokens on any medium, then most on the fastest; the path is what the overlap counts."""
+    few, host, device = Held(), Held(), Held()
+    few.apply([stored(1)])
+    host.apply([stored(1, 2, medium=CPU)])
+    device.apply([stored(1, 2), stored(1, medium=DISK)])
+    tokens = [10, 11, 20, 21, 30]
+    found = score([("few", 0, few), ("host", 0, host), ("gpu", 3, device)], tokens, Namespace())
+    assert [(one.worker, one.overlap.any_medium, one.whole) for one in found] == [
+        ("gpu", 2, 2),
+        ("host", 2, 2),
+        ("few", 1, 2),
+    ]
+    path = device.path(tokens, Namespace())
+    assert [(one.name, one.block.media) for one in path] == [(1, 5), (2, 1)]
+    assert isinstance(path[0], HeldBlock)
+
+
+# ----------------------------------------------------------------------------------------- prompt
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1,2,3",
+        " 1 2\n3 ",
+        "1, 2; 3,",
+        "[1, 2, 3]",
+        "[[1,2,3]]",
+        '{"input_ids": [1,2,3]}',
+        '{"prompt_token_ids": [[1,2,3]], "x": 1}',
+        '{"token_ids": [1,2,3]}\n{"token_ids": [4]}\n',
+    ],
+)
+def test_tokens_in_each_form(text: str) -> None:
+    """As people have them."""
+    assert parse_tokens("--tokens", text) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "there is no token"),
+        ("[]", "there is no token"),
+        ("1,x", "token 1: 'x' is not an int"),
+        ("1,-1", "token 1: -1 is not in 0..4294967295"),
+        ("4294967296", "token 0: 4294967296 is not in"),
+        ("1" * 50, "is not an int"),
+        ("[1,2.5]", "token 1: 2.5 is not an int"),
+        ("[true]", "token 0: True is not an int"),
+        ("[[1],[2]]", "2 prompts: give one"),
+        ("[" * 100_000, "no JSON"),
+        ("[1,", "no JSON"),
+        ('{"messages": []}', "the object has none of input_ids"),
+        ("²", "is not an int"),
+    ],
+)
+def test_what_is_no_prompt(text: str, why: str) -> None:
+    """Refused in one line that names the option and the token."""
+    with pytest.raises(ValueError, match=r"^--tokens: ") as error:
+        parse_tokens("--tokens", text)
+    assert why in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------- columns
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 10**12), min_size=5, max_size=5), max_size=4),
+    st.integers(16, 100),
+)
+def test_a_table_of_any_width_has_every_number(rows: list[list[int]], width: int) -> None:
+    """Columns that do not fit go on below; no number is cut, and no line is too long."""
+    columns = [Column(f"head{at}") for at in range(5)]
+    head, bodies = lay_out(columns, [[Cell(str(one)) for one in row] for row in rows], width)
+    told = ["".join(cell.text for cell in line) for line in head]
+    assert " ".join(told).split() == [one.head for one in columns]
+    for row, body in zip(rows, bodies, strict=True):
+        text = ["".join(cell.text for cell in line) for line in body]
+        assert len(text) == len(told) and max(map(len, text)) <= width
+        assert " ".join(text).split() == [str(one) for one in row]
+
+
+def test_names_are_cut_in_the_middle() -> None:
+    """So that what tells them apart, mostly the end, is there; and columns of zeros go first."""
+    columns = [Column("name", left=True, most=9), Column("zero", spare=True), Column("n")]
+    rows = [[Cell("abcdefghijklm"), Cell("0"), Cell("5")]]
+    _, ((line,),) = lay_out(columns, rows, 14)
+    assert "".join(cell.text for cell in line) == "abcd…jklm  5"
+    _, ((line,),) = lay_out(columns, rows, None)
+    assert "".join(cell.text for cell in line).split() == ["abcd…jklm", "0", "5"]
+
+
+def test_numbers_are_short_and_controls_written_out() -> None:
+    """Six characters at most; nothing that a terminal would obey."""
+    told = {0: "0", 0.25: "0.2", 99999: "99999", 123456: "123k", 1234567: "1.23M", 2e9: "2G"}
+    assert {value: short_number(value) for value in told} == told
+    assert printable("a\x1b[2J\u202eb") == "a\\x1b[2J\\u202eb"

@@ -1,0 +1,694 @@
+"""`kvevents tail` as a process: a real sidecar, publishers by hand, captures with all that can go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from publisher_rig import (
+    ENVIRONMENT,
+    LOOPBACK,
+    PATIENCE_S,
+    RawPublisher,
+    insert,
+    kvevents,
+    make_cache,
+    payload_of,
+    start_kvevents,
+)
+
+from kvevents import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+    StorageMedium,
+)
+from kvevents.capture import CaptureHead, capture_start, pack_message
+from kvevents.codec import pack_batch
+from kvevents.frames import live_frames, replay_answer, replay_end, replay_request
+from kvevents.message import Channel
+from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
+
+pytestmark = pytest.mark.integration
+
+GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
+TS = 1_700_000_000.0
+
+
+class Scene:
+    """A capture being made: messages one after the other, a millisecond apart."""
+
+    def __init__(self, file: Path, replay_endpoint: str | None = None) -> None:
+        self.file, self._at = file, int(TS * 1e9)
+        head = CaptureHead(endpoint="tcp://h:1", replay_endpoint=replay_endpoint)
+        file.write_bytes(capture_start(head))
+
+    def add(self, channel: Channel, frames: list[bytes]) -> None:
+        self._at += 1_000_000
+        with self.file.open("ab") as capture:
+            capture.write(pack_message(self._at, channel, frames))
+
+    def live(self, seq: int, *events: Event, payload: bytes | None = None, rank: int = 0) -> None:
+        told = pack_batch(KVEventBatch(TS, list(events), rank)) if payload is None else payload
+        self.add(Channel.LIVE, live_frames(b"kv", seq, told))
+
+    def asked(self, start: int) -> None:
+        self.add(Channel.ASKED, replay_request(start))
+
+    def answer(self, seq: int, *events: Event) -> None:
+        told = pack_batch(KVEventBatch(TS, list(events), 0))
+        self.add(Channel.ANSWER, replay_answer(b"kv", seq, told, delimited=True))
+
+    def over(self) -> None:
+        self.add(Channel.ANSWER, replay_end(delimited=True))
+
+
+def store(first: int, count: int = 1, parent: int | None = None, **fields: Any) -> BlockStored:
+    """Blocks of 4 tokens, named and filled after their number."""
+    tokens = range(first * 4, (first + count) * 4)
+    told: dict[str, Any] = {"token_ids": list(tokens), "block_size": 4, "medium": GPU} | fields
+    hashes: list[int | bytes] = [one << 16 for one in range(first, first + count)]
+    return BlockStored(hashes, None if parent is None else parent << 16, **told)
+
+
+def gone(*blocks: int, medium: StorageMedium | None = GPU) -> BlockRemoved:
+    return BlockRemoved([one << 16 for one in blocks], medium)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A capture in which nothing is wrong: 8 batches, 9 events."""
+    scene = Scene(tmp_path / "plain.capture")
+    scene.live(0, AllBlocksCleared())
+    scene.live(1, store(1, 2))
+    scene.live(2, store(1, 2, medium=CPU), store(3, parent=2))
+    scene.live(3, store(9, lora_name="ad"))
+    scene.live(4)
+    scene.live(5, gone(3))
+    scene.live(6, gone(9))
+    scene.live(7, gone(2, 1), gone(2, 1, medium=CPU))
+    return scene.file
+
+
+@pytest.fixture
+def troubled(tmp_path: Path) -> Path:
+    """A capture in which all goes wrong that one without replays can tell of."""
+    scene = Scene(tmp_path / "troubled.capture")
+    scene.live(0, AllBlocksCleared())
+    scene.live(1, store(1, 2))
+    scene.live(2, store(1, 2))
+    scene.live(3, store(9, parent=77))
+    scene.live(4, gone(55))
+    scene.live(5, store(20, token_ids=[1, 2, 3]))
+    scene.live(6, payload=b"\xc1\x1b[31m")
+    scene.live(7, payload=msgspec.msgpack.encode([TS, [["Zap\x1b"], ["AllBlocksCleared"]], 0]))
+    scene.add(Channel.LIVE, [b"kv", b"\x1b[2J"])
+    scene.live(10, store(30))
+    scene.live(0, AllBlocksCleared())
+    return scene.file
+
+
+def texts(file: Path, *options: str, code: int = 0) -> list[str]:
+    """The lines, without their times."""
+    done = kvevents("tail", str(file), "-q", *options)
+    assert (done.returncode, done.stderr) == (code, "")
+    return [line[13:] for line in done.stdout.splitlines()]
+
+
+def seqs(file: Path, *options: str) -> list[int]:
+    done = kvevents("tail", str(file), "-q", "-o", "jsonl", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    return [json.loads(line)["seq"] for line in done.stdout.splitlines()]
+
+
+# --------------------------------------------------------------------------------------- captures
+
+
+def test_a_capture_is_told_event_by_event(plain: Path) -> None:
+    """One aligned line each, plain where nobody has a terminal, and a summary on stderr."""
+    done = kvevents("tail", str(plain))
+    assert done.returncode == 0
+    assert [line[13:] for line in done.stdout.splitlines()] == [
+        "     0 cleared",
+        "     1 stored  GPU             2 000000000001 ← start             8",
+        "     2 stored  CPU_PINNED      2 000000000001 ← start             8",
+        "     2 stored  GPU             1 000000000003 ← 000000000002      4",
+        "     3 stored  GPU             1 000000000009 ← start             4 lora_name='ad'",
+        "     5 removed GPU             1 000000000003",
+        "     6 removed GPU             1 000000000009",
+        "     7 removed GPU             2 000000000002",
+        "     7 removed CPU_PINNED      2 000000000002",
+    ]
+    for part in (
+        "batches  8 in 0.007 s",
+        "1 empty",
+        "events   9 ",
+        "4 stored, 4 removed, 1 cleared",
+        "blocks   6 stored, 6 removed",
+        "trouble  none",
+        "events as maps",
+        "media CPU_PINNED GPU, block size 4",
+    ):
+        assert part in done.stderr
+    assert "\x1b" not in done.stdout
+
+
+def test_what_is_wrong_is_where_it_is_wrong(troubled: Path) -> None:
+    """Each thing once, right behind its event, with the earlier one; nothing that moves a cursor."""
+    lines = texts(troubled)
+    kinds = [line[7:].split(" ")[0] for line in lines]
+    assert kinds == [
+        *("cleared", "stored", "stored", "STORED-AGAIN", "stored", "ORPHAN"),
+        *("removed", "REMOVED-UNKNOWN", "stored", "LENGTH", "UNDECODABLE", "cleared", "SKIPPED"),
+        *("MALFORMED", "GAP", "stored", "RESTART", "cleared"),
+    ]
+    by_kind = dict(zip(kinds, lines, strict=True))
+    assert "(earlier: seq 1 event 0)" in by_kind["STORED-AGAIN"]
+    assert "(c11b5b33316d)" in by_kind["UNDECODABLE"]
+    assert by_kind["GAP"] == "     8 GAP 8→10 (2 missing, and nobody to ask: lost)"
+    assert by_kind["RESTART"] == "     0 RESTART seq 10→0 of the publisher"
+    assert "event 0" in by_kind["SKIPPED"] and "Zap" in by_kind["SKIPPED"]
+    assert all(line.isprintable() for line in lines)
+
+
+def test_the_summary_counts_what_is_wrong(troubled: Path) -> None:
+    """On stderr, in one line."""
+    said = kvevents("tail", str(troubled)).stderr
+    (line,) = [line for line in said.splitlines() if line.startswith("trouble")]
+    for part in (
+        *("1 gap,", "2 batches lost", "1 restart,", "1 undecodable batch", "1 malformed message"),
+        *("1 event skipped", "1 stored-again", "1 orphan", "1 removed-unknown", "1 length"),
+    ):
+        assert part in line
+
+
+def test_what_is_wrong_is_in_the_json(troubled: Path) -> None:
+    """The same as objects; a gap and its loss are two."""
+    done = kvevents("tail", str(troubled), "-q", "-o", "json")
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    types = [one["type"] for one in told if not one["type"].startswith(("Block", "All"))]
+    assert types == [
+        *["Finding"] * 4,
+        *("Undecodable", "Skipped", "Malformed", "Gap", "Lost", "Restarted"),
+    ]
+    orphan = next(one for one in told if one.get("rule") == "orphan")
+    assert (orphan["seq"], orphan["event"], orphan["invariant"]) == (3, 0, 12)
+
+
+def test_strict_and_no_check(plain: Path, troubled: Path, tmp_path: Path) -> None:
+    """Exit code 1 when something is wrong, and only when asked for; without the check, contradictions are
+    neither looked for nor counted.
+    """
+    assert texts(plain, "--strict")
+    assert texts(troubled, "--strict", code=1)
+    scene = Scene(tmp_path / "again.capture")
+    scene.live(0, AllBlocksCleared(), store(1))
+    scene.live(1, store(1))
+    assert len(texts(scene.file, "--strict", code=1)) == 4
+    assert len(texts(scene.file, "--strict", "--no-check")) == 3
+
+
+def test_a_capture_that_begins_late_has_no_false_findings(tmp_path: Path) -> None:
+    """What came before is not known: no orphan, no unknown block, no loss."""
+    scene = Scene(tmp_path / "late.capture")
+    scene.live(50, store(2, parent=1), gone(99))
+    scene.live(51, store(3, parent=2))
+    assert texts(scene.file, "--strict") == [
+        "     0 50 batches came before, not in the capture",
+        "    50 stored  GPU             1 000000000002 ← 000000000001      4",
+        "    50 removed GPU             1 000000000063",
+        "    51 stored  GPU             1 000000000003 ← 000000000002      4",
+    ]
+
+
+def test_a_gap_that_a_replay_has_closed(tmp_path: Path) -> None:
+    """It is said that it was asked for; the batches are there, in order, and replayed."""
+    scene = Scene(tmp_path / "closed.capture", "tcp://h:2")
+    scene.live(0, AllBlocksCleared())
+    scene.live(3, store(3))
+    scene.asked(1)
+    scene.answer(1, store(1))
+    scene.answer(2, store(2))
+    scene.answer(3, store(3))
+    scene.over()
+    lines = texts(scene.file, "-v")
+    assert [line.split()[0] for line in lines] == ["0", "1", "1", "2", "3"]
+    assert lines[1] == "     1 GAP 1→3 (2 missing, asked for)"
+    assert ["replayed" in line for line in lines[2:]] == [True, True, True]
+    said = kvevents("tail", str(scene.file)).stderr
+    assert "3 replayed" in said and "replays of 4 frames" in said
+
+
+def test_which_part_of_a_capture(plain: Path) -> None:
+    """From a seq, from the last so many that say something, up to a seq, so many events."""
+    assert seqs(plain) == [0, 1, 2, 2, 3, 5, 6, 7, 7]
+    assert seqs(plain, "--from", "beginning", "--until", "2") == [0, 1, 2, 2]
+    assert seqs(plain, "--from", "5") == [5, 6, 7, 7]
+    assert seqs(plain, "--from", "-3") == seqs(plain, "--from=-3") == [5, 6, 7, 7]
+    assert seqs(plain, "--from", "-4") == [3, 5, 6, 7, 7]
+    assert seqs(plain, "--from", "-1000", "-n", "3") == [0, 1, 2]
+    assert seqs(plain, "--from", "2", "--until", "3", "-n", "2") == [2, 2]
+
+
+def test_filters_of_a_capture(plain: Path, troubled: Path) -> None:
+    """Any combination; what is wrong with the stream is shown all the same, what is wrong with an event
+    only with it.
+    """
+    assert seqs(plain, "--event", "removed", "--medium", "GPU") == [5, 6, 7]
+    assert seqs(plain, "--hash", "000000000003") == [0, 2, 5], "a clear is of every block"
+    assert seqs(plain, "--lora", "ad", "--event", "stored,removed") == [3, 6]
+    assert seqs(plain, "--token-prefix", "4,5,6,7,8", "--event", "stored") == [1, 2, 2]
+    assert seqs(plain, "--rank", "1") == []
+    kinds = [line[7:].split(" ")[0] for line in texts(troubled, "--event", "cleared")]
+    assert kinds == [
+        *("cleared", "UNDECODABLE", "cleared", "SKIPPED", "MALFORMED", "GAP", "RESTART", "cleared")
+    ]
+    said = kvevents("tail", str(plain), "--event", "cleared").stderr
+    assert "; 1 shown" in said
+
+
+def test_ranks_have_a_column(tmp_path: Path) -> None:
+    """Once there is a second one."""
+    scene = Scene(tmp_path / "ranks.capture")
+    scene.live(0, AllBlocksCleared(), rank=0)
+    scene.live(1, AllBlocksCleared(), rank=1)
+    scene.live(2, AllBlocksCleared(), rank=0)
+    assert [line.split() for line in texts(scene.file)] == [
+        ["0", "cleared"],
+        ["1", "1", "cleared"],
+        ["0", "2", "cleared"],
+    ]
+
+
+def test_several_captures_at_once(plain: Path, tmp_path: Path) -> None:
+    """Merged by time, each line with its source and rank; each is a stream of its own."""
+    other = Scene(tmp_path / "other.capture")
+    other.live(0, AllBlocksCleared())
+    other.live(1, store(1, 2))
+    done = kvevents("tail", str(plain), str(other.file), "-n", "4")
+    assert [line.split()[1:4] for line in done.stdout.splitlines()] == [
+        ["plain.capture/0", "0", "cleared"],
+        ["other.capture/0", "0", "cleared"],
+        ["plain.capture/0", "1", "stored"],
+        ["other.capture/0", "1", "stored"],
+    ]
+    assert "trouble  none" in done.stderr
+    last = kvevents("tail", str(plain), str(other.file), "--from", "-1", "-q")
+    assert [line.split()[1:3] for line in last.stdout.splitlines()] == [
+        ["other.capture/0", "1"],
+        ["plain.capture/0", "7"],
+        ["plain.capture/0", "7"],
+    ]
+
+
+def test_raw_batches(troubled: Path) -> None:
+    """MessagePack arrays of topic, seq and payload; what is wrong goes to stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "publisher.cli", "tail", str(troubled), "-o", "raw"],
+        capture_output=True,
+        check=True,
+        timeout=60.0,
+        env=ENVIRONMENT,
+    )
+    unpacked = []
+    rest = done.stdout
+    while rest:  # arrays of three, one behind the other
+        size = next(end for end in range(1, len(rest) + 1) if _is_whole(rest[:end]))
+        unpacked.append(msgspec.msgpack.decode(rest[:size]))
+        rest = rest[size:]
+    assert [seq for _, seq, _ in unpacked] == [0, 1, 2, 3, 4, 5, 6, 7, 10, 0]
+    assert unpacked[6] == [b"kv", 6, b"\xc1\x1b[31m"]
+    for word in (b"ORPHAN", b"GAP", b"UNDECODABLE"):
+        assert word in done.stderr
+
+
+def _is_whole(data: bytes) -> bool:
+    try:
+        msgspec.msgpack.decode(data)
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
+def test_a_dump_of_frames(troubled: Path) -> None:
+    """A title for each batch, its frames with offsets, and what is wrong in between; a message that is
+    none is dumped too.
+    """
+    done = kvevents("tail", str(troubled), "-o", "hex", "-q")
+    lines = done.stdout.splitlines()
+    assert sum(" live, " in line for line in lines) == 10
+    at = next(number for number, line in enumerate(lines) if " seq 6 live" in line)
+    assert lines[at + 1 : at + 7] == [
+        "  topic: 2 bytes",
+        "    00000000  6b 76                                             kv",
+        "  seq: 8 bytes",
+        "    00000000  00 00 00 00 00 00 00 06                           ........",
+        "  payload: 6 bytes",
+        "    00000000  c1 1b 5b 33 31 6d                                 ..[31m",
+    ]
+    assert any("MALFORMED" in line and "in 2 frames" in line for line in lines)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_format(plain: Path) -> None:
+    """A line an event, and nothing else on stdout."""
+    done = kvevents("tail", str(plain), "--format", r"%s:%e\t%n", "-n", "3", "-q")
+    assert (done.stdout, done.stderr) == ("0:cleared\t0\n1:stored\t2\n2:stored\t2\n", "")
+
+
+def test_what_was_cut_off_is_said(plain: Path, tmp_path: Path) -> None:
+    """The rest is told; one line on stderr says what is missing, unless it was not wanted."""
+    torn = tmp_path / "torn.capture"
+    torn.write_bytes(plain.read_bytes()[:-3])
+    done = kvevents("tail", str(torn), "-q")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == 7
+    assert "cut off" in done.stderr and done.stderr.count("\n") == 1
+    assert kvevents("tail", str(torn), "-q", "-n", "1").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--from", "state"], "--from: a capture has no state"),
+        (["--from", "live"], "--from: a capture has no live"),
+        (["--from", "soon"], "--from: 'soon' is not"),
+        (["--until", "-1"], "--until: -1 is below 0"),
+        (["--format", "%Q"], "--format: '%Q' is none of"),
+        (["--format", "%s", "-o", "json"], "--format: it is of no use with -o json"),
+        (["--event", "x"], "--event: 'x' is not stored"),
+        (["--for", "0"], "--for: 0.0 is not above 0"),
+    ],
+)
+def test_options_that_cannot_be(plain: Path, options: list[str], said: str) -> None:
+    """Exit code 2 and one line that names the option."""
+    done = kvevents("tail", str(plain), *options)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"kvevents tail: {said}")
+
+
+@pytest.mark.parametrize(
+    "options", [["--from", "state"], ["--from", "-5"], ["--from", "0"], ["--exit-at-end"]]
+)
+def test_what_needs_a_replay_endpoint(options: list[str]) -> None:
+    """Exit code 2, and the option that is missing is named."""
+    done = kvevents("tail", "tcp://127.0.0.1:1", *options)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--replay-endpoint" in done.stderr
+
+
+def test_no_capture(tmp_path: Path) -> None:
+    """A file that is none, and one that is empty: exit codes 2 and 3."""
+    other = tmp_path / "other"
+    other.write_text("something else\n")
+    done = kvevents("tail", str(other))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no capture" in done.stderr
+    done = kvevents("tail", str(Scene(tmp_path / "empty").file))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "nothing came from" in done.stderr
+
+
+def test_a_full_disk_is_one_line(plain: Path) -> None:
+    """Standard output that cannot be written: exit code 2, no traceback."""
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "publisher.cli", "tail", str(plain)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            text=True,
+            timeout=60.0,
+            env=ENVIRONMENT,
+        )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "standard output" in done.stderr
+
+
+def test_a_terminal_gets_a_header_and_colours(plain: Path) -> None:
+    """Once, above the first line; NO_COLOR leaves the header; raw bytes are refused."""
+
+    def at_terminal(*options: str, **environment: str) -> tuple[int, str]:
+        master, slave = pty.openpty()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "publisher.cli", "tail", str(plain), "-q", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=slave,
+                stderr=subprocess.PIPE,
+                env={**ENVIRONMENT, "TERM": "xterm", **environment},
+            )
+            os.close(slave)
+            text = b""
+            with contextlib.suppress(OSError):  # the other side is closed
+                while piece := os.read(master, 65536):
+                    text += piece
+            process.communicate(timeout=PATIENCE_S)
+        finally:
+            os.close(master)
+        return process.returncode, text.decode()
+
+    code, text = at_terminal()
+    lines = text.splitlines()
+    assert code == 0
+    assert "time" in lines[0] and "parent" in lines[0]
+    assert text.count("medium") == 1
+    assert "\x1b[32mGPU" in text
+    _, text = at_terminal(NO_COLOR="1")
+    assert text.startswith("time ") and "\x1b" not in text
+    assert at_terminal("-o", "raw") == (2, "")
+
+
+# ------------------------------------------------------------------------------------------- live
+
+
+class Worker:
+    """With a sidecar of its own, which has told a clear, the state, and eight stores."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str, tell: Callable[[int], None]) -> None:
+        self.source = f"w={endpoint},{replay_endpoint}"
+        self.endpoint, self.replay_endpoint, self.tell = endpoint, replay_endpoint, tell
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    cache = make_cache(num_pages=1024)
+    sink = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, heartbeat_s=0.05)
+    with spawn(WorkerInfo(block_size=4), SidecarConfig(sinks=(sink,), linger_s=0.0)) as sidecar:
+
+        def tell(count: int) -> None:
+            for _ in range(count):
+                first = 100 * cache.num_stored
+                insert(cache, range(first, first + 8))
+                sidecar.pump(cache)
+            assert sidecar.client.flush(cache, PATIENCE_S) is not None
+
+        tell(8)
+        (bound,) = sidecar.client.sinks
+        yield Worker(bound.endpoint, str(bound.replay_endpoint), tell)
+
+
+def test_the_end_of_what_is_there(worker: Worker) -> None:
+    """From the beginning, from a seq, and the last so many, heartbeats not counted: each ends by itself,
+    and nothing is found wrong.
+    """
+    told = {}
+    for start in ("beginning", "state", "-3", "3"):
+        done = kvevents(
+            *("tail", worker.source, "--from", start, "--exit-at-end", "--strict", "-q"),
+            *("-o", "json"),
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        told[start] = [json.loads(line)["seq"] for line in done.stdout.splitlines()]
+    newest = told["state"][-1]
+    assert told["beginning"][-1] == told["-3"][-1] == told["3"][-1] == newest
+    assert len(told["beginning"]) >= 9 and told["beginning"][0] == 0
+    assert len(set(told["-3"])) == 3
+    assert told["3"][0] == 3
+
+
+def test_a_live_stream_is_told_as_it_comes(worker: Worker) -> None:
+    """The state, then each event when it happens, up to the last; Ctrl-C ends it with a summary, exit
+    code 0.
+    """
+    with start_kvevents(f"tail {os.getpid()}", "tail", worker.source) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "cleared" in process.stdout.readline()
+        while " stored " not in process.stdout.readline():
+            pass
+        before = time.monotonic()
+        for _ in range(3):
+            worker.tell(1)
+        found = 0
+        while found < 10:
+            found += " stored " in process.stdout.readline()
+        assert time.monotonic() - before < PATIENCE_S
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+        said = process.stderr.read()
+        assert "trouble  none" in said and "11 stored" in said
+
+
+def test_joining_late_finds_nothing_wrong(worker: Worker) -> None:
+    """Live only, with and without a replay endpoint: what was there before is not known, and no fault."""
+    for source in (worker.endpoint, worker.source):
+        tag = f"late {os.getpid()}"
+        with start_kvevents(
+            *(tag, "tail", source, "--from", "live", "--strict", "-q", "-n", "2", "-o", "json")
+        ) as process:
+            assert process.stdout is not None
+            first = json.loads(process.stdout.readline())
+            assert (first["type"], first["seq"]) == ("Earlier", 0)
+            worker.tell(2)
+            assert process.wait(PATIENCE_S) == 0
+            assert [json.loads(line)["type"] for line in process.stdout] == ["BlockStored"] * 2
+
+
+def test_endings(worker: Worker) -> None:
+    """After some seconds, after silence, and at a seq; heartbeats are no silence."""
+    assert kvevents("tail", worker.source, "--for", "0.3", "-q").returncode == 0
+    done = kvevents("tail", worker.source, "--timeout", "5", "--for", "0.5", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = kvevents("tail", worker.source, "--from", "1", "--until", "2", "-o", "json", "-q")
+    assert {json.loads(line)["seq"] for line in done.stdout.splitlines()} == {1, 2}
+
+
+def publishing(publisher: RawPublisher, publish: Callable[[], None]) -> threading.Thread:
+    def run() -> None:
+        publisher.await_subscriber()
+        publish()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_joining_without_a_replay_endpoint_is_no_loss() -> None:
+    """What came before the first batch was not asked for; a hole after it is a loss; neither of them is
+    one of the two events asked for.
+    """
+    with RawPublisher() as publisher:
+
+        def publish() -> None:
+            for seq in (5, 8):
+                publisher.live(seq, AllBlocksCleared())
+
+        thread = publishing(publisher, publish)
+        done = kvevents("tail", publisher.endpoint, "-n", "2", "-q", "--timeout", "20")
+        thread.join()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line[13:] for line in done.stdout.splitlines()] == [
+        "     0 5 batches came before; --replay-endpoint asks for their state",
+        "     5 cleared",
+        "     6 GAP 6→8 (2 missing, and nobody to ask: lost)",
+        "     8 cleared",
+    ]
+
+
+def test_an_engine_that_retains_no_more_than_the_last() -> None:
+    """Asked from 0, it answers from where it can: how many are gone is said, and is no loss."""
+    with RawPublisher() as publisher:
+
+        def publish() -> None:
+            client, start = publisher.request()
+            assert start == 0
+            for seq in (40, 41, 42):
+                publisher.answer(client, seq, store(seq))
+            publisher.end(client)
+
+        thread = publishing(publisher, publish)
+        source = f"{publisher.endpoint},{publisher.replay_endpoint.rpartition(':')[2]}"
+        done = kvevents(
+            "tail",
+            source,
+            "--from",
+            "beginning",
+            "--exit-at-end",
+            "--strict",
+            "-q",
+            "--timeout",
+            "20",
+        )
+        thread.join()
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line[13:] for line in done.stdout.splitlines()]
+    assert lines[0] == "     0 40 batches came before, not retained any more"
+    assert [line.split()[0] for line in lines[1:]] == ["40", "41", "42"]
+
+
+def test_the_last_of_a_replay_and_then_live() -> None:
+    """-N: the last N of the answer, in order, and after them what comes."""
+    with RawPublisher() as publisher:
+
+        def publish() -> None:
+            client, start = publisher.request()
+            assert start == 0
+            for seq in range(10):
+                publisher.answer(client, seq, store(seq))
+            publisher.end(client)
+
+        thread = publishing(publisher, publish)
+        with start_kvevents(
+            *(f"last {os.getpid()}", "tail", publisher.endpoint),
+            *("--replay-endpoint", publisher.replay_endpoint, "--from", "-2", "-n", "4", "-q"),
+        ) as process:
+            assert process.stdout is not None
+            found = [process.stdout.readline()[13:].split()[0] for _ in range(2)]
+            thread.join()
+            for seq in (10, 11):
+                publisher.live(seq, store(seq))
+            assert process.wait(PATIENCE_S) == 0
+            found += [line[13:].split()[0] for line in process.stdout]
+    assert found == ["8", "9", "10", "11"]
+
+
+def test_two_workers_side_by_side(worker: Worker) -> None:
+    """Each line with its name; one of them may be silent, which is said."""
+    with RawPublisher() as publisher:
+        done = kvevents(
+            *("tail", worker.source, f"idle={publisher.endpoint}", "--for", "1", "-q"),
+        )
+    assert done.returncode == 0
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"w/0"}
+    assert f"nothing came from {publisher.endpoint} in 1 s: it is there, but idle" in done.stderr
+
+
+def test_what_a_slow_reader_misses_may_be_its_own_loss() -> None:
+    """A reader that was stopped while more came than may wait for it: the gap says so, and so does the
+    summary.
+    """
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.setsockopt(zmq.SNDHWM, 10_000)
+        publisher.setsockopt(zmq.LINGER, 0)
+        endpoint = publisher.bind(LOOPBACK).addr
+        bulky = payload_of(store(1, token_ids=[1] * 1000, block_size=1000))
+        options = ("--no-check", "--event", "cleared", "-n", "1")
+        with start_kvevents(f"slow {os.getpid()}", "tail", endpoint, *options) as process:
+            assert publisher.poll(int(PATIENCE_S * 1000)), "nobody subscribed"
+            process.send_signal(signal.SIGSTOP)
+            for seq in range(60_000):
+                publisher.send_multipart(live_frames(b"", seq, bulky))
+            process.send_signal(signal.SIGCONT)
+            deadline, seq = time.monotonic() + PATIENCE_S, 60_000
+            while process.poll() is None:  # as soon as there is room for one
+                assert time.monotonic() < deadline, "it did not end"
+                publisher.send_multipart(live_frames(b"", seq, payload_of(AllBlocksCleared())))
+                seq += 1
+            told, said = process.communicate()
+    assert "GAP" in told and "our own loss" in told
+    assert "we read too slowly" in said

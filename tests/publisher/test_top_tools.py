@@ -1,0 +1,343 @@
+"""publisher.tools.{top,rates,prefixes,screen}: counts per second, hot prefixes, and a table that fits."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from kvevents import BlockRemoved, BlockStored, Event, Namespace, StorageMedium
+from kvevents.capture import CaptureHead, capture_start, pack_message
+from kvevents.codec import encode_batch
+from kvevents.events import KVEventBatch
+from kvevents.frames import live_frames
+from kvevents.hashing import BlockHash
+from kvevents.message import Channel
+from publisher.tools.prefixes import Prefixes
+from publisher.tools.rates import Lags, Rates
+from publisher.tools.screen import render
+from publisher.tools.source import Capture
+from publisher.tools.state import Prompt, State
+from publisher.tools.top import Board, Hot, Row, Snapshot, lines
+
+GPU = StorageMedium.GPU
+
+
+# ------------------------------------------------------------------------------------------ rates
+
+
+def test_rates_are_of_the_window() -> None:
+    """What is older does not count; before there is so much, what there is."""
+    rates = Rates(2, window_s=10)
+    assert rates.per_second(5.0) == [0, 0]
+    rates.look(100.0)
+    rates.add(101.0, (8, 0))
+    assert rates.per_second(104.0) == [2, 0]
+    rates.add(120.5, (30, 5))
+    assert rates.per_second(121.0) == [3, 0.5]
+    assert rates.per_second(140.0) == [0, 0]
+
+
+def test_rates_of_all_the_time() -> None:
+    """Until it was looked at last, or until now."""
+    rates = Rates(1, window_s=None)
+    rates.add(100.0, (10,))
+    assert rates.per_second(None) == [10]  # a second at least
+    rates.look(120.0)
+    assert rates.per_second(None) == [0.5]
+    assert rates.per_second(200.0) == [0.1]
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 9)), max_size=30))
+def test_rates_count_what_a_list_would(told: list[tuple[float, int]]) -> None:
+    """In order of time, the window's sum is that of the events in it."""
+    rates, now = Rates(1, window_s=10), 100.5
+    rates.look(0.0)
+    for at, count in sorted(told):
+        rates.add(at, (count,))
+    (found,) = rates.per_second(now)
+    assert found * 10.5 == pytest.approx(sum(count for at, count in told if int(at) >= 90))
+
+
+def test_lags_are_shown_as_they_are() -> None:
+    """Below zero too; what is no number is left out."""
+    lags = Lags()
+    assert lags.quantiles(0.5) == [None]
+    for lag in (float("nan"), float("inf"), -2.0, 1.0, 3.0, 9.0):
+        lags.add(lag)
+    assert lags.quantiles(0, 0.5, 0.99) == [-2, 3, 9]
+
+
+# --------------------------------------------------------------------------------------- prefixes
+
+
+def name(number: int) -> BlockHash:
+    return BlockHash(number)
+
+
+def test_a_prefix_goes_to_where_it_branches() -> None:
+    """1-2-3 then 4 and 5: up to 3; beneath are all five, and the tip is held by one rank of two."""
+    prefixes = Prefixes()
+    prefixes.second = 7
+    for number, parent in ((1, None), (2, 1), (3, 2), (4, 3), (5, 3)):
+        prefixes.stored(0, name(number), None if parent is None else name(parent))
+    prefixes.stored(1, name(1), None)
+    (one,) = prefixes.hottest(3)
+    assert (one.root, one.tip, one.blocks, one.beneath, one.held_by) == (1, 3, 3, 5, [0])
+    assert (one.stores, one.again) == (6, 0)
+    prefixes.dropped(0, name(5))
+    assert prefixes.hottest(1)[0].tip == 4
+    prefixes.stored(0, name(5), name(3))
+    (one,) = prefixes.hottest(1)
+    assert (one.tip, one.stores, one.again) == (3, 7, 1)
+
+
+def test_the_hottest_are_those_of_the_window() -> None:
+    """Stores count for a minute; then what has most beneath is first."""
+    prefixes = Prefixes(60)
+    prefixes.second = None
+    for number in range(10, 15):
+        prefixes.stored(0, name(number), name(number - 1) if number > 10 else None)
+    prefixes.second = 100
+    prefixes.stored(0, name(1), None)
+    assert [one.root for one in prefixes.hottest(9)] == [1, 10]
+    prefixes.forget(159)
+    assert prefixes.hottest(1)[0].stores == 1
+    prefixes.forget(160)
+    assert [(one.root, one.stores) for one in prefixes.hottest(9)] == [(10, 0), (1, 0)]
+
+
+def test_circles_end() -> None:
+    """A stream may say that two blocks are behind each other."""
+    prefixes = Prefixes()
+    prefixes.stored(0, name(1), name(2))
+    prefixes.stored(0, name(2), name(1))
+    assert [one.blocks for one in prefixes.hottest(5)] == [2]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(), st.integers(0, 2), st.integers(0, 9), st.none() | st.integers(0, 9)
+        ),
+        max_size=40,
+    )
+)
+def test_nothing_is_left_of_what_is_dropped(
+    told: list[tuple[bool, int, int, int | None]],
+) -> None:
+    """Whatever comes and goes: what is beneath the prefixes is what is held, and in the end nothing."""
+    prefixes, held = Prefixes(), set[tuple[int, int]]()
+    for comes, rank, number, parent in told:
+        if comes:
+            prefixes.stored(rank, name(number), None if parent is None else name(parent))
+            held.add((rank, number))
+        else:
+            prefixes.dropped(rank, name(number))
+            held.discard((rank, number))
+        found = prefixes.hottest(99)
+        assert sum(one.beneath for one in found) <= len({number for _, number in held})
+        assert all({(rank, one.tip) for rank in one.held_by} <= held for one in found)
+    for rank, number in held:
+        prefixes.dropped(rank, name(number))
+    assert prefixes.hottest(99) == []
+    assert not prefixes._nodes and not prefixes._beneath and not prefixes._behind._of
+
+
+# ------------------------------------------------------------------------------------------ board
+
+
+def capture(path: Path, *batches: tuple[float, list[Event]]) -> Capture:
+    """Each batch comes at its second, 2 ms after its time."""
+    told = [
+        pack_message(
+            int(at * 1e9) + 2_000_000,
+            Channel.LIVE,
+            live_frames(b"", seq, encode_batch(KVEventBatch(at, events, 0))),
+        )
+        for seq, (at, events) in enumerate(batches)
+    ]
+    path.write_bytes(capture_start(CaptureHead(endpoint="tcp://h:1")) + b"".join(told))
+    return Capture(path)
+
+
+def test_a_capture_shows_its_end_and_rates_over_its_time(tmp_path: Path) -> None:
+    """Events and blocks per second from the first message to the last, lags, hot prefixes."""
+    first: list[Event] = [BlockStored([1, 2], None, [1, 2], 1, medium=GPU)]
+    then: list[Event] = [
+        BlockStored([3], 2, [3], 1, medium=GPU),
+        BlockRemoved([3], GPU),
+        BlockStored([3], 2, [3], 1, medium=StorageMedium.CPU),
+    ]
+    source = capture(tmp_path / "c", (1000.0, first), (1010.0, then))
+    board = Board([source], windowed=False)
+    for step in source.steps():
+        board.take(source, step)
+    (row,) = board.snapshot().rows
+    assert (row.events_per_s, row.stored_per_s, row.removed_per_s) == (0.4, 0.4, 0.1)
+    assert (row.blocks["GPU"], row.blocks["CPU_PINNED"], row.held, row.seq) == (2, 1, 3, 1)
+    assert row.lag_p50_s == pytest.approx(0.002, abs=1e-4)
+    assert (row.link, row.gaps, row.lost, row.restarts) == ("file", 0, 0, 0)
+    (hot,) = board.snapshot().hottest
+    assert (hot.root, hot.tip, hot.blocks, hot.tokens, hot.workers) == ("1", "3", 3, 3, 1)
+    assert (hot.stores, hot.again) == (4, 1)
+
+
+odd_ints = st.sampled_from([0, 1, 2, 3, -1, 2**63, 2**64 - 1])
+odd_hashes = st.lists(odd_ints | st.sampled_from([b"", b"\1", b"\xff" * 32]), max_size=3)
+odd_words = st.sampled_from([None, "", "x", "\x1b[2J", "GPU", "REMOTE", "full_attention", 7])
+odd_events = st.fixed_dictionaries(
+    {"type": st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "?"])},
+    optional={
+        "block_hashes": odd_hashes,
+        "parent_block_hash": odd_ints | st.none(),
+        "token_ids": st.lists(odd_ints, max_size=4),
+        "block_size": st.sampled_from([0, 1, 2, -1, 2**63]),
+        "medium": odd_words,
+        "lora_name": odd_words,
+        "extra_keys": st.none() | st.lists(st.none() | st.lists(odd_words, max_size=1), max_size=2),
+        "group_idx": st.none() | odd_ints,
+        "kv_cache_spec_kind": odd_words,
+        "locality": odd_words,
+    },
+)
+odd_batches = st.tuples(
+    st.sampled_from([1.0, -1e300, float("nan"), 5]),
+    st.lists(odd_events, max_size=4),
+    st.sampled_from([None, 0, 1, -1, 2**62]),
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(odd_ints, odd_batches | st.binary(max_size=9)), max_size=6))
+def test_anything_may_come(
+    tmp_path: Path, told: list[tuple[int, tuple[object, ...] | bytes]]
+) -> None:
+    """Whatever is on the wire: it is counted or shown, nothing of it raises, or reaches a terminal."""
+    file, head = tmp_path / "odd", capture_start(CaptureHead(endpoint="tcp://h:1"))
+    frames = [
+        [b"", (seq % 2**64).to_bytes(8, "big"), one]
+        if isinstance(one, bytes)
+        else live_frames(b"", seq % 2**63, msgspec.msgpack.encode(one))
+        for seq, one in told
+    ]
+    file.write_bytes(
+        head + b"".join(pack_message(at, Channel.LIVE, f) for at, f in enumerate(frames))
+    )
+    source = Capture(file)
+    board = Board([source], windowed=False)
+    for step in source.steps():
+        board.take(source, step)
+    json.loads(msgspec.json.encode(board.snapshot()))
+    assert render(board.snapshot(), 80).plain.replace("\n", "").isprintable()
+    state = State(board.fleet, set())
+    prompt = Prompt([1, 2, 3], Namespace(lora_name="x"))
+    json.loads(msgspec.json.encode(state.document(prompt, blocks=True)))
+    for width in (80, None):
+        for line in [*state.table(width), *state.overlap_table(prompt, width)]:
+            assert all(cell.text.isprintable() for cell in line)
+            assert width is None or sum(len(cell.text) for cell in line) <= 80
+    assert all(line.isprintable() for line in state.block_lines(None))
+    for rank in board.fleet.ranks:
+        resident = rank.index.resident
+        assert all(rank.index.count(medium) == len(held) for medium, held in resident.items())
+
+
+# ------------------------------------------------------------------------------------------- text
+
+
+def row(number: int, **more: object) -> Row:
+    """A worker with numbers that are all different."""
+    base = 1000 * number
+    told: dict[str, object] = {
+        "worker": f"engine-{number}.kv.svc.cluster.local:5557",
+        "rank": number,
+        "link": "up",
+        "events_per_s": base + 11.0,
+        "stored_per_s": base + 12.0,
+        "removed_per_s": base + 13.0,
+        "blocks": {"GPU": base + 14, "CPU_PINNED": base + 15, "DISK": base + 16}
+        | {"EXTERNAL": base + 17},
+        "held": base,
+        "block_size": 16,
+        "lag_p50_s": -0.0123,
+        "lag_p99_s": base + 18.5,
+        "seq": 10**9 + number,
+        "gaps": base + 19,
+        "lost": base + 20,
+        "replays": base + 21,
+        "restarts": base + 22,
+        "findings": base + 23,
+        "notes": [],
+    }
+    return Row(**told | more)  # type: ignore[arg-type]
+
+
+def snapshot(workers: int) -> Snapshot:
+    """Of so many workers."""
+    hot = [
+        Hot(
+            root=str(2**62 + number),
+            tip=str(-(2**62) - number),
+            blocks=100 + number,
+            tokens=16 * (100 + number),
+            beneath=54321,
+            workers=7,
+            stores=4321,
+            again=321,
+        )
+        for number in range(5)
+    ]
+    rows = [row(number) for number in range(1, workers + 1)]
+    return Snapshot(at_s=0.0, window_s=10, rows=rows, hottest=hot)
+
+
+@pytest.mark.parametrize("width", [50, 80, 100, 140, 200])
+def test_no_number_is_lost_at_any_width(width: int) -> None:
+    """What rich shows has every number of every row, and no line is longer than the terminal."""
+    shown = snapshot(3)
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(render(shown, width))
+    text = console.export_text()
+    assert max(len(line) for line in text.splitlines()) <= width
+    words = set(re.split(r"\s+", text))
+    for one in shown.rows:
+        number = one.rank
+        assert number is not None
+        numbers = {f"{1000 * number + n}" for n in (*range(11, 18), *range(19, 24))}
+        assert numbers | {f"{1000 * number + 18.5}s", "-12.3ms", str(one.seq)} <= words
+    for hot in shown.hottest:
+        numbers = {str(hot.blocks), str(hot.tokens), "54321", "7", "4321", "321"}
+        assert numbers | {"400000000000", "bfffffffffff"} <= words
+    assert "total" in words and "6033" in words  # events/s of all
+
+
+def test_at_80_columns_a_row_has_two_lines() -> None:
+    """Three at most where all tiers are used; one at 160."""
+    shown = snapshot(2)
+    told = {width: len(lines(shown, width)) for width in (80, 160)}
+    assert told[80] - told[160] <= 4 * 2
+
+
+def test_rows_are_left_out_where_the_terminal_is_low() -> None:
+    """The prefixes stay, and it is said how many workers are not shown."""
+    told = ["".join(cell.text for cell in line) for line in lines(snapshot(40), 140, 30)]
+    assert len(told) <= 30
+    assert any(re.fullmatch(r"… and \d+ more", line) for line in told)
+    assert any("hottest" in line for line in told)
+
+
+def test_notes_and_what_is_down(tmp_path: Path) -> None:
+    """A worker without a connection has a row of nothing and a note."""
+    gone = row(1, link="down", rank=None, seq=None, lag_p50_s=None, notes=["not connected"])
+    shown = Snapshot(at_s=0.0, window_s=10, rows=[gone], hottest=[])
+    text = render(shown, 80).plain
+    assert "engine-1.kv.svc.cluster.local:5557: not connected" in text
+    assert "0 of 1 up" in text and "total" not in text
