@@ -284,7 +284,6 @@ def main() -> None:
             [*KVEVENTS, "plot", file.name, "-o", str((images / "plot.png").absolute())],
             check=True,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
         )
 
 

@@ -129,15 +129,29 @@ class _VLLM:
         size = event.block_size
         keys = event.extra_keys or [None] * len(hashes)
         for number, block_hash in enumerate(hashes):
-            text = cbor.encode_ints(tokens[number * size : (number + 1) * size])
-            entry = keys[number] or None
-            preimage = cbor.array_head(3) + cbor.encode(parent) + text + cbor.encode(entry)
-            parent = sha256(preimage).digest()
+            head = cbor.array_head(3) + cbor.encode(parent)
+            head += cbor.encode_ints(tokens[number * size : (number + 1) * size])
             raw = event.block_hashes[number]
             whole = isinstance(raw, bytes) and len(raw) == DIGEST_BYTES
-            fits = raw == parent if whole else canonical_hash(parent) == block_hash
+            fits = False
+            for entry in _entries(keys[number] or None, event.lora_name):
+                parent = sha256(head + cbor.encode(entry)).digest()
+                fits = raw == parent if whole else canonical_hash(parent) == block_hash
+                if fits:
+                    break
             found.append(_Fit(parent, fits))
         return found
+
+
+def _entries(entry: list[Any] | None, lora_name: str | None) -> Iterator[list[Any] | None]:
+    """What a block's extra keys may have been when they were hashed: a salt may be told by itself."""
+    own = any(isinstance(key, str) and key != lora_name for key in entry or ())
+    if own and entry is not None:
+        yield [
+            ["cache_salt", key] if isinstance(key, str) and key != lora_name else key
+            for key in entry
+        ]
+    yield entry
 
 
 class Verifier:

@@ -127,9 +127,8 @@ class Wire:
         self._snapshot = self._snapshot and not same
         differs = live is not None and not same
         if differs or not self._spoken or (live is None and _CLEARS in answer.payload):
-            yield from self._look_into(
-                read(Told(seq, answer.payload, replayed=True)), differs=differs
-            )
+            told = read(Told(seq, answer.payload, replayed=True))
+            yield from self._look_into(told, same=same, differs=differs)
 
     def _look_into(self, reading: Reading, *, same: bool, differs: bool) -> Iterator[Finding]:
         """One of those that an answer begins with, or that is not what came live."""

@@ -60,7 +60,8 @@ def add_options(parser: Parser) -> None:
         "--no-bind",
         dest="may_bind",
         action="store_false",
-        help="where nobody listens, do not listen for a second to see whether a publisher connects",
+        help="where nobody listens, do not listen for a second to see whether a publisher connects;"
+        " one that starts in that second finds its port taken",
     )
     parser.add_argument(
         "-o", "--output", choices=("text", "json"), default="text", help="json: a list of findings"

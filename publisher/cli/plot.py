@@ -13,9 +13,10 @@ def add_options(parser: Parser) -> None:
     """Of `plot`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "A picture of a capture: resident blocks of each tier over time, with gaps, losses, restarts\n"
-        "and clears; events and blocks per second; how long blocks stay; which come back, and how much\n"
-        "larger a tier would have kept them. A page (.html) has the numbers too, and needs no network."
+        "A picture of a capture: resident blocks of each tier over time, with gaps, losses,\n"
+        "restarts and clears; events and blocks per second; how long blocks stay; which are\n"
+        "stored again, and how much larger a tier would have kept them. A page (.html) has\n"
+        "the numbers too, and needs no network."
     )
     parser.epilog = f"""\
 examples:
@@ -41,10 +42,12 @@ exit codes: 0 drawn; {FINDINGS} drawn, but a capture is damaged and its end left
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
+    import logging
     from pathlib import Path
 
     from publisher.tools.plot import check_output, plot
 
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # nobody minds that it looks for fonts
     for file in options.files:
         if "://" in file:
             raise ValueError(

@@ -318,12 +318,6 @@ def check(
     whole = False
     with contextlib.suppress(KeyboardInterrupt):
         whole = _follow(sources, checked, for_s, count)
-    for live in sources.live:
-        if not live.follower.connections:
-            warn(f"no connection to {live.address.endpoint}")
-        elif live.follower.recovering and not whole:
-            warn("the replay was not over")
-            faults += 1
     if second is not None:
         for live, step in sources.rest():
             checked[live].take(step)
@@ -331,6 +325,12 @@ def check(
             if live.can_replay and live.follower.connections:
                 with contextlib.suppress(KeyboardInterrupt):
                     compared[live] = _compare(live, checked[live], second)
+    for live in sources.live:
+        if not live.follower.connections:
+            warn(f"no connection to {live.address.endpoint}")
+        elif live.connected and live.follower.recovering and not whole:
+            warn(f"{live.name}: the replay was not over")
+            faults += 1
     for capture in sources.captures if whole or count is None else ():
         one = checked[capture]
         if (fault := capture.fault(one.checker.batches)) is not None:
@@ -375,7 +375,7 @@ def _follow(
 def _compare(live: Live, first: _Checked, second: Callable[[Live], Live]) -> Compared:
     """Follow on until a subscriber that joins now is at the same seq; then both hold the same."""
     why_not = _why_not(live, first.checker)
-    if why_not is not None:
+    if why_not is not None and not live.follower.recovering:
         return Compared(why_not=why_not)
     deadline = time.monotonic() + _COMPARE_S
     joined = second(live)
@@ -384,14 +384,15 @@ def _compare(live: Live, first: _Checked, second: Callable[[Live], Live]) -> Com
         while time.monotonic() < deadline:
             behind = _behind(one, first.checker, other, first.second)
             if behind is None:
-                why_not = _why_not(live, first.checker)
-                return Compared(why_not=why_not) if why_not else _difference(first)
+                return _difference(first)
             if not behind.turn_once():
                 wait_for([live.listener, joined.listener], min(deadline, time.monotonic() + 0.1))
                 one.receive()
                 other.receive()
     finally:
         joined.close()
+    if why_not := _why_not(live, first.checker):
+        return Compared(why_not=why_not)
     if first.second.batches and not first.second.exact:
         return Compared(why_not="what is retained does not reach back to where its state began")
     return Compared(why_not=f"a new subscriber was not told all of it in {_COMPARE_S:.0f} s")
@@ -432,7 +433,7 @@ def _behind(one: _Side, first: Checker, other: _Side, second: Checker) -> _Side 
     """Who of the two has to be told more; None: neither."""
     if not other.settled or second.next_seq is None or not second.exact:
         return other
-    if not one.settled or first.next_seq is None:
+    if not one.settled or first.next_seq is None or not first.exact:
         return one
     if first.next_seq == second.next_seq:
         return None

@@ -50,9 +50,9 @@ _MISSING = [one.name for one in fields(Missing)]
 
 
 class Rank:
-    """One rank of a worker. `stores`: blocks that were told as stored. `remote`, `other_groups`: blocks that were left out, for they are of another
-    worker, or of a KV cache group that is not the main one: the first that is told to be of full
-    attention; until one is, group 0.
+    """One rank of a worker. `stores`: blocks that were told as stored. `remote`, `other_groups`: blocks
+    that were left out, for they are of another worker, or of a KV cache group that is not the main one:
+    the first that is told to be of full attention; until one is, group 0.
     """
 
     def __init__(self, worker: str, number: int, index: Held) -> None:

@@ -191,7 +191,7 @@ def _reasons(
     if around.one_less:
         yield "a prompt is held that begins alike, without the first token (BOS?)"
     if around.beheaded:
-        yield f"{around.beheaded} chains of blocks are held whose beginning is not"
+        yield f"blocks are held whose beginning is not: chains of that kind: {around.beheaded}"
 
 
 def called(namespace: Namespace) -> str:

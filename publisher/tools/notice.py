@@ -103,7 +103,8 @@ def of_finding(finding: Finding, at_ns: int) -> Notice:
     """What the check has found."""
     where = "" if finding.place.event is None else f" event {finding.place.event}"
     earlier = "" if finding.earlier is None else f" (earlier: {finding.earlier})"
-    text = f"{finding.rule.upper()}{where}: {finding.what}{earlier}"
+    blocks = f" ({finding.blocks} blocks)" if finding.blocks > 1 else ""
+    text = f"{finding.rule.upper()}{where}: {finding.what}{blocks}{earlier}"
     fields: dict[str, Any] = {
         "event": finding.place.event,
         "rule": finding.rule,

@@ -63,7 +63,7 @@ def svg(profile: Profile, title: str, salt: str = "") -> bytes:
         FigureCanvasSVG(drawn)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         drawn.savefig(out, format="svg", metadata=nothing)
-    return out.getvalue()
+    return out.getvalue().replace(b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif")
 
 
 def _settings(salt: str) -> Any:

@@ -19,9 +19,9 @@ __all__ = ["page"]
 
 _HEADS = 10
 _STYLE = """\
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #24292f; --shade: #d0d7de; --soft: #f6f8fa }
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #24292f; --shade: #d0d7de }
 @media (prefers-color-scheme: dark) {
-  :root { --paper: #0d1117; --ink: #e6edf3; --shade: #3d444d; --soft: #151b23 }
+  :root { --paper: #0d1117; --ink: #e6edf3; --shade: #3d444d }
 }
 body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;
   max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
@@ -34,16 +34,16 @@ th, td { border-bottom: 1px solid var(--shade); padding: .25rem .8rem .25rem 0; 
 th { font-weight: 600 } th:first-child, td:first-child { text-align: left }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1.2rem; margin: 0 }
 dt { opacity: .75 } dd { margin: 0; overflow-wrap: anywhere }
-code { font-family: ui-monospace, monospace }
 .note { opacity: .8; font-size: .9rem } .fault { border-left: 4px solid #e5534b; padding-left: .8rem }
 """
 _NOTE = """\
 <p class="note"><b>Stored again</b>: stores of blocks that had been removed from the same tier, with no
-clear in between. Where another tier had kept the block, it was loaded; else it was computed again, or
-came from where no event tells of. <b>Distance</b>: how many distinct other blocks came to the tier
-meanwhile. A tier that evicts the least recently used block, larger by that and one, would still have had
-it, so it is the most that was missing. <b>At twice the size</b>: those whose distance is below the
-tier's peak. Lifetimes are of blocks whose store and removal were both seen.</p>
+clear in between. <b>Kept elsewhere</b>: another tier had the block at that moment, and it can be a copy
+of that; all others were computed again, or came from where no event tells of. <b>Distance</b>: how many
+distinct other blocks came to the tier meanwhile. A tier that evicts the least recently used block, larger
+by that and one, would still have had it, so it is the most that was missing. <b>Kept at twice</b>: those
+whose distance is below the tier's peak, which a tier twice as large would have kept. <b>Life</b>: of
+blocks whose store and removal were both seen.</p>
 """
 
 
@@ -110,7 +110,7 @@ def _facts(one: Plotted) -> Iterator[tuple[str, str]]:
 
 def _tiers(profile: Profile) -> str:
     head = ("tier", "stored", "removed", "cleared", "resident", "peak", "median life", "p99 life")
-    again = ("stored again", "of which loaded", "median away", "median distance", "kept at twice")
+    again = ("stored again", "kept elsewhere", "median away", "median distance", "kept at twice")
     rows = [[medium.value, *_row(counts)] for medium, counts in profile.tiers().items()]
     return _table("Tiers, in blocks", (*head, *again), rows)
 

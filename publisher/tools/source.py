@@ -288,20 +288,27 @@ class Sources:
             if tick_s is None:
                 yield from self.live_steps(until)
                 return
+            self._fill(min(until, next_tick))
+            if self._pending and time.monotonic() < until:  # one between two ticks, however late
+                yield self._pending.popleft()
             yield from self.live_steps(min(until, next_tick))
-            next_tick = time.monotonic() + tick_s
             yield None
+            next_tick = time.monotonic() + tick_s
 
     def live_steps(self, until: float = float("inf")) -> Iterator[tuple[Live, Step]]:
         """Of what is live only."""
-        pending = self._pending
         while time.monotonic() < until and self.live:
-            if pending:
-                yield pending.popleft()
-                continue
+            if self._pending:
+                yield self._pending.popleft()
+            else:
+                self._fill(until)
+
+    def _fill(self, until: float) -> None:
+        """Wait for something, and take it, unless something is there already."""
+        if not self._pending:
             wait_for([one.listener for one in self.live], until)
             for source in self.live:
-                pending += [(source, step) for step in source.listener.turn()]
+                self._pending += [(source, step) for step in source.listener.turn()]
 
     def rest(self) -> Iterator[tuple[Live, Step]]:
         """What was taken when the time was up, and not given; none of it comes later."""

@@ -31,6 +31,7 @@ from publisher.tools.source import Sources
 __all__ = ["Prompt", "State", "gather"]
 
 _MEDIA = tuple(StorageMedium)
+_RARE = (StorageMedium.DISK, StorageMedium.EXTERNAL)
 _LONGEST_TICK_S = 0.1
 
 
@@ -96,7 +97,7 @@ class State:
             Column("worker", left=True, most=_name_width(width)),
             Column("rank"),
             Column("block"),
-            *(Column(medium.value, spare=medium is not StorageMedium.GPU) for medium in _MEDIA),
+            *(Column(medium.value, spare=medium in _RARE) for medium in _MEDIA),
             Column("any"),
             Column("seq"),
         ]
@@ -121,7 +122,7 @@ class State:
             Column("blocks"),
             Column("tokens"),
             Column("share"),
-            *(Column(medium.value, spare=medium is not StorageMedium.GPU) for medium in _MEDIA),
+            *(Column(medium.value, spare=medium in _RARE) for medium in _MEDIA),
         ]
         cells, notes = [], []
         for one in self.scored(prompt):
@@ -223,7 +224,7 @@ def _busy(fleet: Fleet, sources: Sources, changed_at: dict[int, float], since: f
 
 
 def _name_width(width: int | None) -> int | None:
-    return None if width is None else max(8, width // 3)
+    return None if width is None else max(8, width // 4)
 
 
 def _with_notes(

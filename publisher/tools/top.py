@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -382,7 +383,10 @@ def _notes(snapshot: Snapshot, width: int | None) -> list[Line]:
     told: list[Line] = []
     for row in snapshot.rows:
         who = row.worker if row.rank is None else f"{row.worker}/{row.rank}"
-        told += [[Cell(_fitting(f"{who}: {note}", width), "yellow")] for note in row.notes]
+        for note in row.notes:
+            text = f"{who}: {note}"
+            parts = [text] if width is None else textwrap.wrap(text, max(20, width))
+            told += [[Cell(part, "yellow")] for part in parts]
     if len(told) > _TALLEST_NOTES:
         more = len(told) - _TALLEST_NOTES + 1
         told[_TALLEST_NOTES - 1 :] = [[Cell(f"… and {more} more notes", "yellow")]]

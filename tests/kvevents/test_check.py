@@ -25,12 +25,13 @@ from kvevents_streams import (
     end,
     live,
     payload,
+    plain,
     removed,
     stored,
     stream,
 )
 
-from kvevents import BlockRemoved, BlockStored, Event
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvevents.check import RULES, Checker, Finding, Place, Verifier
 from kvevents.follower import Follower, Told
 from kvevents.frames import JOIN, live_frames
@@ -38,7 +39,7 @@ from kvevents.message import Channel, Message
 from kvevents.reading import read
 
 A, B, C, D = 10**18 + 1, -(10**17) - 2, 10**17 + 3, 10**17 + 4
-START = [CLEARED]
+START: list[Event] = [CLEARED]
 AB = stored([A, B])
 
 Batches = Sequence[Sequence[Event]]
@@ -171,20 +172,6 @@ CASES = [
 ]
 
 
-def told(*batches: Sequence[Event]) -> list[Message]:
-    """The same without what an encoder of ours refuses to write."""
-    return [
-        live(seq, msgspec.msgpack.encode([float(seq + 1), [_plain(one) for one in batch], 0]), seq)
-        for seq, batch in enumerate(batches)
-    ]
-
-
-def _plain(event: Event) -> dict[str, object]:
-    fields = {name: getattr(event, name) for name in event.__struct_fields__}
-    known = {name: value for name, value in fields.items() if value is not None}
-    return {"parent_block_hash": None, **known, "type": type(event).__name__}
-
-
 def rules(found: Sequence[Finding]) -> list[str]:
     return [one.rule for one in found]
 
@@ -192,12 +179,12 @@ def rules(found: Sequence[Finding]) -> list[str]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 def test_a_rule_and_the_event_it_contradicts(case: Case) -> None:
     """What breaks it is found once, with its place and the one it contradicts; what does not, not."""
-    found = checked(told(*case.broken))
+    found = checked(stream(*case.broken))
     assert rules(found) == [case.rule]
     assert (found[0].place, found[0].earlier) == (case.place, case.earlier)
     invariant, severity = RULES[case.rule]
     assert (found[0].invariant, found[0].severity) == (invariant, severity)
-    assert checked(told(*case.sound)) == []
+    assert checked(stream(*case.sound)) == []
 
 
 @pytest.mark.parametrize(
@@ -216,14 +203,14 @@ def test_a_rule_and_the_event_it_contradicts(case: Case) -> None:
 )
 def test_an_event_by_itself(event: BlockStored, rule: str | None) -> None:
     """What no sound event says, and the nearest that one may."""
-    found = checked(told(START, [event]))
+    found = checked(stream(START, [event]))
     assert rules(found) == ([] if rule is None else [rule])
     assert all(one.severity == "violation" and one.place == Place(1, 0) for one in found)
 
 
 def test_blocks_of_one_event_are_one_finding() -> None:
     """It says of how many blocks, and which was the first."""
-    found = checked(told(START, [AB], [removed([C, D, B, A])]))
+    found = checked(stream(START, [AB], [removed([C, D, B, A])]))
     assert [(one.rule, one.blocks, one.block_hash) for one in found] == [("removed-unknown", 2, C)]
     assert found[0].medium is GPU
 
@@ -233,7 +220,7 @@ def test_blocks_of_one_event_are_one_finding() -> None:
 
 def test_who_joins_late_does_not_know_what_was_said() -> None:
     """Until all is cleared, parents and removals are not held against anybody; then they are."""
-    unknown = [[stored([C], D)], [removed([A])], [stored([A], B, CPU)]]
+    unknown: list[list[Event]] = [[stored([C], D)], [removed([A])], [stored([A], B, CPU)]]
     assert checked(stream(*unknown, first=7)) == []
     assert rules(checked(stream(*unknown, START, [removed([C])], first=7))) == ["removed-unknown"]
 
@@ -275,7 +262,7 @@ def test_a_hole_that_a_replay_closes_is_a_note() -> None:
 
 def test_a_batch_or_event_that_cannot_be_read() -> None:
     """It is found with its position, and what it may have said is not known any more."""
-    broken = msgspec.msgpack.encode([2.0, [_plain(AB), {"type": "BlockRemoved"}], 0])
+    broken = msgspec.msgpack.encode([2.0, [plain(AB), {"type": "BlockRemoved"}], 0])
     found = checked([live(0, payload(CLEARED)), live(1, broken), live(2, payload(removed([C])))])
     assert [(one.rule, one.place) for one in found] == [("skipped", Place(1, 1))]
     found = checked([*stream(START, [AB]), live(2, b"\xc1"), live(3, payload(removed([C])))])
@@ -286,7 +273,7 @@ def test_a_batch_or_event_that_cannot_be_read() -> None:
 
 def test_events_of_another_make_are_notes() -> None:
     """An unknown type, and EAGLE's pairs of tokens."""
-    pairs = _plain(AB) | {"token_ids": [[1, 2], [2, 3], [3, 4], [4, 5]]}
+    pairs = plain(AB) | {"token_ids": [[1, 2], [2, 3], [3, 4], [4, 5]]}
     other = msgspec.msgpack.encode([2.0, [{"type": "BlockMoved"}, ["Other"], pairs], 0])
     found = checked([*stream(START, [AB]), live(2, other)])
     assert [(one.rule, one.severity) for one in found] == [("skipped", "note")] * 3
@@ -325,8 +312,8 @@ def test_groups_of_a_hybrid_model_are_apart() -> None:
     )
     gone = BlockRemoved([A], GPU, 1)
     remote = stored([A], locality="REMOTE")
-    assert checked(told(START, [one, other], [gone], [remote, remote])) == []
-    assert rules(checked(told(START, [one, other], [gone], [gone]))) == ["removed-unknown"]
+    assert checked(stream(START, [one, other], [gone], [remote, remote])) == []
+    assert rules(checked(stream(START, [one, other], [gone], [gone]))) == ["removed-unknown"]
 
 
 def test_who_spells_as_vllm_may_hold_a_block_twice() -> None:
@@ -334,17 +321,17 @@ def test_who_spells_as_vllm_may_hold_a_block_twice() -> None:
     wide = 2**63 + 5
     first = stored([wide])
     gone = removed([wide])
-    found = checked(told(START, [first], [first], [gone], [gone]))
+    found = checked(stream(START, [first], [first], [gone], [gone]))
     assert [(one.rule, one.severity) for one in found] == [("stored-again", "note")]
-    found = checked(told(START, [first], [first], [gone], [gone], [gone]))
+    found = checked(stream(START, [first], [first], [gone], [gone], [gone]))
     assert rules(found) == ["stored-again", "removed-unknown"]
 
 
 def test_blocks_told_by_their_hashes_alone() -> None:
     """In any order, without parents, as offloading tells of them."""
     named = BlockStored([B, A], None, [], 0, medium=CPU)
-    assert checked(told(START, [AB], [named], [removed([B, A], CPU)])) == []
-    assert rules(checked(told(START, [AB], [named], [named]))) == ["stored-again"]
+    assert checked(stream(START, [AB], [named], [removed([B, A], CPU)])) == []
+    assert rules(checked(stream(START, [AB], [named], [named]))) == ["stored-again"]
 
 
 def test_several_objects_of_one_block_in_a_store() -> None:
@@ -421,7 +408,7 @@ def test_a_replay_of_what_came_live() -> None:
     """Byte for byte, from where it was asked for, or behind a snapshot in the place of what is gone."""
     assert replaying(*SAME, end()) == []
     assert replaying(*SAME[1:], end(), start=1) == []
-    snapshot = answer(0, payload(CLEARED)), answer(1, payload(AB))
+    snapshot = answer(0, payload(CLEARED, ts=5.0)), answer(1, payload(AB, ts=5.0))
     assert replaying(*snapshot, SAME[2], end()) == []
     padded = answer(0, payload(CLEARED, AB)), answer(1, payload())
     assert replaying(*padded, SAME[2], end()) == []
@@ -497,11 +484,11 @@ def _twice(_: random.Random, batches: list[list[Event]], seq: int, at: int) -> b
 def _dropped(_: random.Random, batches: list[list[Event]], seq: int, at: int) -> bool:
     """Where the next that is said of one of its blocks tells that it was."""
     event = batches[seq].pop(at)
-    if event is CLEARED or isinstance(event, type(CLEARED)):
+    if isinstance(event, AllBlocksCleared):
         return False
     later = batches[seq][at:] + [one for batch in batches[seq + 1 :] for one in batch]
     for one in later:
-        if isinstance(one, type(CLEARED)):
+        if isinstance(one, AllBlocksCleared):
             return False
         if one.medium == event.medium and set(one.block_hashes) & set(event.block_hashes):
             return type(one) is not type(event)
@@ -568,17 +555,10 @@ def test_one_lie_is_found(name: str, seed: int) -> None:
     seq, at = dice.choice(places)
     if not MUTATIONS[name](dice, batches, seq, at):
         return
-    messages = [
-        one for seq, batch in enumerate(batches) if batch is not None for one in told_at(seq, batch)
-    ]
+    told = stream(*[batch or [] for batch in batches])
+    messages = [one for one, batch in zip(told, batches, strict=True) if batch is not None]
     found = checked(messages, verifier=Verifier("sglang"))
     assert [one for one in found if one.severity == "violation"], (seq, at)
-
-
-def told_at(seq: int, batch: Sequence[Event]) -> list[Message]:
-    """One batch, whatever is in it."""
-    data = msgspec.msgpack.encode([float(seq + 1), [_plain(one) for one in batch], 0])
-    return [live(seq, data, float(seq))]
 
 
 Plain = st.recursive(
@@ -636,9 +616,10 @@ def test_memory_is_that_of_what_is_held() -> None:
     checker = Checker(verifier=Verifier("sglang"))
     follower = Follower(can_replay=False, start=None)
     for seq in range(3000):
-        names = [seq * 100 + n for n in range(20)]
+        names: list[int | bytes] = [seq * 100 + n for n in range(20)]
         rank, group = seq % 1500, seq % 100
-        events = [stored(names, group_idx=group), BlockRemoved(list(names)[::-1], GPU, group)]
+        told = BlockStored(names, None, [0] * 40, 2, medium=GPU, group_idx=group)
+        events: list[Event] = [told, BlockRemoved(names[::-1], GPU, group)]
         for arrival in follower.take(live(seq, payload(*events, rank=rank))):
             assert isinstance(arrival, Told)
             checker.read(read(arrival))
@@ -656,7 +637,7 @@ def test_the_page_names_every_rule() -> None:
 
 def test_disk_is_a_medium_like_any_other() -> None:
     """An event on one changes only that one."""
-    batches = [
+    batches: Batches = [
         START,
         [AB],
         [stored([A, B], None, DISK)],

@@ -111,20 +111,25 @@ def test_absences_in_a_line_that_is_shortened() -> None:
 @given(st.lists(st.integers(0, 10**14), min_size=1), st.integers(2, 7))
 def test_a_timeline_is_bounded_and_loses_nothing(steps: list[int], most: int) -> None:
     """However long, at most so many stretches, of one width, ascending, without an overlap, and every
-    event is in the stretch of its time.
+    event is in the stretch of its time, which says what was there after its last.
     """
     timeline = Timeline(most)
     times = [10 + time for time in itertools.accumulate(steps)]
-    for time in times:
-        timeline.at(time).events[0] += 1
+    for number, time in enumerate(times):
+        stretch = timeline.at(time)
+        assert stretch.resident == ((number - 1,) if number else ())
+        stretch.events[0] += 1
+        stretch.resident = (number,)
     width = timeline.width_ns
     starts = [stretch.start_ns for stretch in timeline.stretches]
     assert len(starts) <= most
     assert all((start - times[0]) % width == 0 for start in starts)
     assert starts == sorted(set(starts))
     for stretch in timeline.stretches:
-        inside = sum(stretch.start_ns <= time < stretch.start_ns + width for time in times)
-        assert stretch.events[0] == inside > 0
+        end = stretch.start_ns + width
+        inside = [at for at, time in enumerate(times) if stretch.start_ns <= time < end]
+        assert stretch.events[0] == len(inside) > 0
+        assert stretch.resident == (inside[-1],)
     assert (timeline.start_ns, timeline.end_ns) == (times[0], times[-1])
 
 

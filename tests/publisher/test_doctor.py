@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -88,19 +91,18 @@ def doctor(*arguments: str) -> Report:
 class Examination:
     """One that is under way."""
 
-    def __init__(self, process: Any) -> None:
-        self._process = process
+    def __init__(self, future: Future[Report]) -> None:
+        self._future = future
 
     def report(self) -> Report:
-        out, err = self._process.communicate(timeout=PATIENCE_S)
-        return read(self._process.returncode, out, err)
+        return self._future.result(PATIENCE_S)
 
 
 @contextlib.contextmanager
 def examining(*arguments: str) -> Iterator[Examination]:
-    """Start it; it has much time, and must end by itself."""
-    with start_kvevents("doctor", "doctor", "--timeout", "30", "-o", "json", *arguments) as process:
-        yield Examination(process)
+    """Start it, in a thread; it has much time unless it is told otherwise, and must end by itself."""
+    with ThreadPoolExecutor(1) as pool:
+        yield Examination(pool.submit(doctor, "--timeout", "30", *arguments))
 
 
 @contextlib.contextmanager
@@ -146,20 +148,36 @@ def test_a_sidecar_that_works(tmp_path: Path) -> None:
         assert report.conclusion.startswith("The stream is alive: ")
 
 
-def test_events_that_arrive_end_it(tmp_path: Path) -> None:
+def test_events_that_arrive_end_it() -> None:
     """With live events it is over long before its time."""
-    with RawPublisher() as publisher, examining(publisher.endpoint) as under_way:
+    with (
+        RawPublisher() as publisher,
+        start_kvevents(
+            f"doctor-{os.getpid()}", "doctor", publisher.endpoint, "--timeout", "3600"
+        ) as process,
+    ):
         publisher.await_subscriber()
         publisher.live(0, AllBlocksCleared(), STORED)
-        report = under_way.report()
-        assert report.code == 0
-        assert "1 batch, 1 block stored, 1 clear" in report.text("events", "ok")
-        assert report.conclusion == (
-            "Events arrive: 1 batch was received, and nothing wrong was found."
-        )
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, err) == (0, "")
+        assert "ok  events     1 batch, 1 block stored, 1 clear in " in out
+        assert out.endswith("Events arrive: 1 batch was received, and nothing wrong was found.\n")
 
 
-def test_the_text_is_a_line_a_probe(tmp_path: Path) -> None:
+def test_an_interrupt_ends_it() -> None:
+    """Ctrl-C while it listens: there is nothing to conclude, and no traceback."""
+    with (
+        RawPublisher() as publisher,
+        start_kvevents(f"doctor-{os.getpid()}", "doctor", publisher.endpoint) as process,
+    ):
+        publisher.await_subscriber()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, err) == (130, "")
+        assert "Nothing arrives" not in out
+
+
+def test_the_text_is_a_line_a_probe() -> None:
     """With the advice below what is wrong, and one line in the end; no colours in a pipe."""
     (port,) = free_ports(1)
     done = kvevents("doctor", f"tcp://127.0.0.1:{port}", "--no-bind", *TIMEOUT)
@@ -519,9 +537,9 @@ def test_an_engine_that_has_never_said_anything() -> None:
     """Its replay is empty: there is nothing to wait for until events are turned on."""
     with RawPublisher() as publisher:
         addresses = publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint
-        with start_kvevents("doctor", "doctor", *TIMEOUT, "-o", "json", *addresses) as process:
+        with examining(*addresses, *TIMEOUT) as under_way:
             serve(publisher)
-            report = Examination(process).report()
+            report = under_way.report()
         assert "it retains nothing" in report.text("replay", "ok")
         assert "no event in its replay" in report.text("events", "wrong")
         assert report.code == 1
@@ -531,9 +549,9 @@ def test_an_engine_that_is_idle_now() -> None:
     """Its replay has blocks: nothing is wrong, and nothing arrives because nothing happens."""
     with RawPublisher() as publisher:
         addresses = publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint
-        with start_kvevents("doctor", "doctor", *TIMEOUT, "-o", "json", *addresses) as process:
+        with examining(*addresses, *TIMEOUT) as under_way:
             serve(publisher, (0, STORED))
-            report = Examination(process).report()
+            report = under_way.report()
         assert "1 block stored" in report.text("replay", "ok")
         assert "nothing happens" in report.text("events", "unknown")
         assert report.conclusion.startswith("Nothing arrives because nothing happens: ")
@@ -557,11 +575,11 @@ def test_a_publisher_that_only_clears() -> None:
     """AllBlocksCleared and nothing else."""
     with (
         RawPublisher() as publisher,
-        start_kvevents("doctor", "doctor", *TIMEOUT, "-o", "json", publisher.endpoint) as process,
+        examining(publisher.endpoint, *TIMEOUT) as under_way,
     ):
         publisher.await_subscriber()
         publisher.live(0, AllBlocksCleared())
-        report = Examination(process).report()
+        report = under_way.report()
         assert "only AllBlocksCleared" in report.text("events", "wrong")
 
 
@@ -569,11 +587,11 @@ def test_a_publisher_that_only_removes() -> None:
     """Removals alone may be a full cache's; that is said, and not held against it."""
     with (
         RawPublisher() as publisher,
-        start_kvevents("doctor", "doctor", *TIMEOUT, "-o", "json", publisher.endpoint) as process,
+        examining(publisher.endpoint, *TIMEOUT) as under_way,
     ):
         publisher.await_subscriber()
         publisher.live(5, BlockRemoved([7], medium=StorageMedium.GPU))
-        report = Examination(process).report()
+        report = under_way.report()
         assert "none is stored" in report.text("events", "unknown")
         assert report.code == 0
 
@@ -682,10 +700,10 @@ def test_a_replay_that_does_not_end() -> None:
     """Answers without an END."""
     with RawPublisher() as publisher:
         addresses = publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint
-        with start_kvevents("doctor", "doctor", *TIMEOUT, "-o", "json", *addresses) as process:
+        with examining(*addresses, *TIMEOUT) as under_way:
             client, _ = publisher.request()
             publisher.answer(client, 0, STORED)
-            report = Examination(process).report()
+            report = under_way.report()
         assert "did not end it" in report.text("replay", "wrong")
 
 

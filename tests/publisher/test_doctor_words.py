@@ -111,7 +111,7 @@ def content_of(messages: list[list[bytes]], start: int | None = None) -> Content
     return content
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     st.lists(LIVE | ANY, max_size=5),
     st.lists(ANSWERS | ANY, max_size=5),
@@ -171,7 +171,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     st.fixed_dictionaries(
         {},

@@ -145,17 +145,22 @@ def page_of(file: Path) -> Page:
     return page
 
 
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A capture of LIFE, and its page, which the command drew."""
+    folder = tmp_path_factory.mktemp("life")
+    file = capture(folder / "life.kve", records(LIFE), topic="kv", replay_endpoint="tcp://h:2")
+    assert plot(file, "-o", folder / "life.html").stderr == ""
+    return file, (folder / "life.html").read_text()
+
+
 # -------------------------------------------------------------------------------------- pictures
 
 
-def test_a_page_has_the_picture_and_the_numbers(tmp_path: Path) -> None:
+def test_a_page_has_the_picture_and_the_numbers(life: tuple[Path, str]) -> None:
     """One file that loads nothing; source, time span, counts, a row for each tier, and what returns."""
-    file = capture(tmp_path / "life.kve", records(LIFE), topic="kv", replay_endpoint="tcp://h:2")
-    done = plot(file, "-o", tmp_path / "life.html")
-    assert done.stderr == ""
-    text = (tmp_path / "life.html").read_text()
-    page = Page(text)
-    assert_loads_nothing(page, text)
+    page = Page(life[1])
+    assert_loads_nothing(page, life[1])
     assert sum(tag == "svg" for tag, _ in page.tags) == 1
     for words in (
         *("tcp://h:1", "tcp://h:2", "kv", "2023-11-14 22:13:20 UTC"),
@@ -170,10 +175,9 @@ def test_a_page_has_the_picture_and_the_numbers(tmp_path: Path) -> None:
     assert tiers[13:18] == ["CPU_PINNED", "8", "0", "0", "8"]
 
 
-def test_a_page_follows_light_and_dark(tmp_path: Path) -> None:
+def test_a_page_follows_light_and_dark(life: tuple[Path, str]) -> None:
     """No ink, grid or ground of the picture has a colour of its own, so the page's style decides."""
-    draw([capture(tmp_path / "c", records(LIFE))], tmp_path / "c.html", pytest.fail)
-    text = (tmp_path / "c.html").read_text()
+    text = life[1]
     assert "prefers-color-scheme: dark" in text
     drawn = text[text.index("<svg") : text.index("</svg>")]
     assert "var(--ink)" in drawn and "var(--paper)" in drawn and "var(--shade)" in drawn
@@ -187,15 +191,10 @@ def test_a_png_is_an_image(tmp_path: Path) -> None:
     assert size_of((tmp_path / "one.PNG").read_bytes()) == (1200, 1080)
 
 
-def test_a_picture_depends_on_the_capture_only(tmp_path: Path) -> None:
-    """No date, no chance: another process draws the same bytes; and they are no other capture's."""
-    file = capture(tmp_path / "c", records(LIFE))
-    one, other = tmp_path / "one.html", tmp_path / "other.html"
-    plot(file, "-o", one)
-    draw([file], other, pytest.fail)
-    assert one.read_bytes() == other.read_bytes()
-    told, half = profile_of(file).profile, profile_of(capture(tmp_path / "h", records(LIFE[:4])))
-    assert png(told, "t") == png(told, "t") != png(half.profile, "t")
+def test_a_picture_depends_on_the_capture_only(life: tuple[Path, str], tmp_path: Path) -> None:
+    """No date, no chance: another process draws the same bytes."""
+    draw([life[0]], tmp_path / "other.html", pytest.fail)
+    assert (tmp_path / "other.html").read_text() == life[1]
 
 
 def test_several_captures_are_sections_of_one_page(tmp_path: Path) -> None:

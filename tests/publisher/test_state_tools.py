@@ -83,19 +83,39 @@ def test_what_is_missing_is_noted_until_all_is_cleared(
     worker, (rank,) = followed(capture(tmp_path / "d", *batches, first=first))
     assert worker.is_whole(rank) and not worker.notes(rank)
     assert rank.index.resident[GPU] == {7}
+    worker, (rank,) = followed(capture(tmp_path / "e", *batches, b"\xc1", first=first))
+    assert worker.notes(rank) == ["1 batch cannot be read"]
 
 
 def test_batches_that_are_lost_leave_it_stale(tmp_path: Path) -> None:
     """How many, and it is not whole."""
     one, other = capture(tmp_path / "a", [stored(1)]), capture(tmp_path / "b", [stored(2)], first=4)
-    told = [*one.messages(), *other.messages()]
-    head = capture_start(CaptureHead(endpoint="tcp://h:1"))
-    (tmp_path / "c").write_bytes(
-        head + b"".join(pack_message(at, each.channel, each.frames) for at, each in enumerate(told))
-    )
-    worker, (rank,) = followed(Capture(tmp_path / "c"))
+    worker, (rank,) = followed(joined(tmp_path / "c", one, other))
     assert worker.notes(rank) == ["stale: 3 batches lost"]
     assert not worker.is_whole(rank) and worker.seq == 4
+
+
+def joined(path: Path, *captures: Capture) -> Capture:
+    """One after the other, as one stream."""
+    told = [message for one in captures for message in one.messages()]
+    records = [pack_message(at, one.channel, one.frames) for at, one in enumerate(told)]
+    path.write_bytes(capture_start(CaptureHead(endpoint="tcp://h:1")) + b"".join(records))
+    return Capture(path)
+
+
+def test_a_restart_forgets_all(tmp_path: Path) -> None:
+    """Where the seq goes back, nothing of the run before is held, or missing."""
+    before = capture(tmp_path / "a", [stored(1)], b"\xc1", first=3)
+    after = capture(tmp_path / "b", [stored(2)])
+    worker, (rank,) = followed(joined(tmp_path / "c", before, after))
+    assert rank.index.resident[GPU] == {2}
+    assert (worker.seq, worker.is_whole(rank), worker.notes(rank)) == (0, True, [])
+
+
+def test_a_stream_without_a_block_says_so(tmp_path: Path) -> None:
+    """Connected, and nothing but heartbeats: why a router shows zero blocks."""
+    worker, (rank,) = followed(capture(tmp_path / "c", [], [BlockRemoved([1], GPU)]))
+    assert worker.notes(rank) == ["none of 2 batches has stored a block"]
 
 
 def test_what_is_of_others_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -199,7 +219,7 @@ def test_why_a_prompt_is_not_held() -> None:
     held.apply([stored(5, extra_keys=[["image"]]), stored(6, parent=77)])
     assert reasons(held, [50, 51]) == [
         "its first block is held with extra keys (of an image, say), which tokens do not tell",
-        "1 chains of blocks are held whose beginning is not",
+        "blocks are held whose beginning is not: chains of that kind: 1",
     ]
     untold = Held()
     untold.apply([stored(1, 2, token_ids=[])])

@@ -210,6 +210,8 @@ def test_what_is_wrong_as_text() -> None:
     assert said(of_malformed(malformed)) == "       MALFORMED 2 frames (1b5b6d)"
     found = Finding(12, "orphan", "violation", Place(8, 1), "no parent", Place(3, 0))
     assert said(of_finding(found, 0)) == "     8 ORPHAN event 1: no parent (earlier: seq 3 event 0)"
+    found = Finding(1, "removed-unknown", "note", Place(8), "what", blocks=3)
+    assert said(of_finding(found, 0)) == "     8 REMOVED-UNKNOWN: what (3 blocks)"
 
 
 # ------------------------------------------------------------------------------------------- JSON

@@ -1,8 +1,9 @@
-"""`kvevents tail` as a process: a real sidecar, publishers by hand, captures with all that can go wrong."""
+"""`kvevents tail` as a process: a real sidecar, publishers by hand, captures with all that goes wrong."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from publisher_rig import (
     ENVIRONMENT,
     LOOPBACK,
@@ -27,6 +31,7 @@ from publisher_rig import (
     kvevents,
     make_cache,
     payload_of,
+    short_folder,
     start_kvevents,
 )
 
@@ -43,6 +48,7 @@ from kvevents.codec import pack_batch
 from kvevents.frames import live_frames, replay_answer, replay_end, replay_request
 from kvevents.message import Channel
 from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
+from publisher.cli import main
 
 pytestmark = pytest.mark.integration
 
@@ -123,17 +129,25 @@ def troubled(tmp_path: Path) -> Path:
     return scene.file
 
 
+def tail(*arguments: str) -> tuple[int, str, str]:
+    """The command in this process, for what needs many of them: code, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["tail", *arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
 def texts(file: Path, *options: str, code: int = 0) -> list[str]:
     """The lines, without their times."""
-    done = kvevents("tail", str(file), "-q", *options)
-    assert (done.returncode, done.stderr) == (code, "")
-    return [line[13:] for line in done.stdout.splitlines()]
+    found, out, err = tail(str(file), "-q", *options)
+    assert (found, err) == (code, "")
+    return [line[13:] for line in out.splitlines()]
 
 
 def seqs(file: Path, *options: str) -> list[int]:
-    done = kvevents("tail", str(file), "-q", "-o", "jsonl", *options)
-    assert (done.returncode, done.stderr) == (0, "")
-    return [json.loads(line)["seq"] for line in done.stdout.splitlines()]
+    code, out, err = tail(str(file), "-q", "-o", "jsonl", *options)
+    assert (code, err) == (0, "")
+    return [json.loads(line)["seq"] for line in out.splitlines()]
 
 
 # --------------------------------------------------------------------------------------- captures
@@ -188,7 +202,7 @@ def test_what_is_wrong_is_where_it_is_wrong(troubled: Path) -> None:
 
 def test_the_summary_counts_what_is_wrong(troubled: Path) -> None:
     """On stderr, in one line."""
-    said = kvevents("tail", str(troubled)).stderr
+    _, _, said = tail(str(troubled))
     (line,) = [line for line in said.splitlines() if line.startswith("trouble")]
     for part in (
         *("1 gap,", "2 batches lost", "1 restart,", "1 undecodable batch", "1 malformed message"),
@@ -199,8 +213,8 @@ def test_the_summary_counts_what_is_wrong(troubled: Path) -> None:
 
 def test_what_is_wrong_is_in_the_json(troubled: Path) -> None:
     """The same as objects; a gap and its loss are two."""
-    done = kvevents("tail", str(troubled), "-q", "-o", "json")
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    _, out, _ = tail(str(troubled), "-q", "-o", "json")
+    told = [json.loads(line) for line in out.splitlines()]
     types = [one["type"] for one in told if not one["type"].startswith(("Block", "All"))]
     assert types == [
         *["Finding"] * 4,
@@ -250,7 +264,7 @@ def test_a_gap_that_a_replay_has_closed(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == ["0", "1", "1", "2", "3"]
     assert lines[1] == "     1 GAP 1→3 (2 missing, asked for)"
     assert ["replayed" in line for line in lines[2:]] == [True, True, True]
-    said = kvevents("tail", str(scene.file)).stderr
+    _, _, said = tail(str(scene.file))
     assert "3 replayed" in said and "replays of 4 frames" in said
 
 
@@ -278,7 +292,7 @@ def test_filters_of_a_capture(plain: Path, troubled: Path) -> None:
     assert kinds == [
         *("cleared", "UNDECODABLE", "cleared", "SKIPPED", "MALFORMED", "GAP", "RESTART", "cleared")
     ]
-    said = kvevents("tail", str(plain), "--event", "cleared").stderr
+    _, _, said = tail(str(plain), "--event", "cleared")
     assert "; 1 shown" in said
 
 
@@ -308,8 +322,8 @@ def test_several_captures_at_once(plain: Path, tmp_path: Path) -> None:
         ["other.capture/0", "1", "stored"],
     ]
     assert "trouble  none" in done.stderr
-    last = kvevents("tail", str(plain), str(other.file), "--from", "-1", "-q")
-    assert [line.split()[1:3] for line in last.stdout.splitlines()] == [
+    _, last, _ = tail(str(plain), str(other.file), "--from", "-1", "-q")
+    assert [line.split()[1:3] for line in last.splitlines()] == [
         ["other.capture/0", "1"],
         ["plain.capture/0", "7"],
         ["plain.capture/0", "7"],
@@ -349,8 +363,8 @@ def test_a_dump_of_frames(troubled: Path) -> None:
     """A title for each batch, its frames with offsets, and what is wrong in between; a message that is
     none is dumped too.
     """
-    done = kvevents("tail", str(troubled), "-o", "hex", "-q")
-    lines = done.stdout.splitlines()
+    _, out, _ = tail(str(troubled), "-o", "hex", "-q")
+    lines = out.splitlines()
     assert sum(" live, " in line for line in lines) == 10
     at = next(number for number, line in enumerate(lines) if " seq 6 live" in line)
     assert lines[at + 1 : at + 7] == [
@@ -379,7 +393,7 @@ def test_what_was_cut_off_is_said(plain: Path, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 7
     assert "cut off" in done.stderr and done.stderr.count("\n") == 1
-    assert kvevents("tail", str(torn), "-q", "-n", "1").stderr == ""
+    assert tail(str(torn), "-q", "-n", "1")[2] == ""
 
 
 @pytest.mark.parametrize(
@@ -472,6 +486,54 @@ def test_a_terminal_gets_a_header_and_colours(plain: Path) -> None:
     _, text = at_terminal(NO_COLOR="1")
     assert text.startswith("time ") and "\x1b" not in text
     assert at_terminal("-o", "raw") == (2, "")
+
+
+anything = st.recursive(
+    st.none() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+some_events: st.SearchStrategy[Event] = st.sampled_from(
+    [AllBlocksCleared(), store(1, 2), store(3, parent=2), store(4, parent=9), gone(1), gone(2, 1)]
+)
+payloads = (
+    st.binary(max_size=40)
+    | anything.map(msgspec.msgpack.encode)
+    | st.lists(anything, max_size=3).map(lambda events: msgspec.msgpack.encode([TS, events, 0]))
+    | st.lists(some_events, max_size=3).map(lambda e: pack_batch(KVEventBatch(TS, e, 0)))
+)
+frames = st.lists(st.binary(max_size=9), max_size=5) | st.builds(
+    lambda topic, seq, payload, head: [*head, topic, seq.to_bytes(8, "big"), payload],
+    *(st.binary(max_size=4), st.integers(0, 6) | st.integers(0, 2**64 - 1), payloads),
+    st.sampled_from([[], [b""]]),
+)
+
+
+@given(
+    messages=st.lists(st.tuples(st.sampled_from(Channel), frames), max_size=12),
+    options=st.sampled_from(
+        [
+            *([], ["-vv"], ["-o", "json"], ["-o", "hex"], ["--format", "%t%T%w%h%H%p%k%l"]),
+            *(["--from", "-2"], ["--hash", "1"], ["--token-prefix", "4,5"], ["--from", "3"]),
+        ]
+    ),
+    can_replay=st.booleans(),
+)
+@settings(max_examples=150)
+def test_no_capture_is_too_strange(
+    messages: list[tuple[Channel, list[bytes]]], options: list[str], *, can_replay: bool
+) -> None:
+    """Any messages on any channel: a code, and nothing but what can be printed, in every form."""
+    with short_folder() as folder:
+        scene = Scene(folder / "x", "tcp://h:2" if can_replay else None)
+        for channel, each in messages:
+            scene.add(channel, each)
+        code, out, err = tail(str(scene.file), *options)
+    assert code in (0, 3)
+    assert "Traceback" not in err
+    for line in out.split("\n"):
+        assert not [one for one in line if unicodedata.category(one) == "Cc"]
+        assert "json" in options or line.isprintable()
 
 
 # ------------------------------------------------------------------------------------------- live
@@ -692,3 +754,54 @@ def test_what_a_slow_reader_misses_may_be_its_own_loss() -> None:
             told, said = process.communicate()
     assert "GAP" in told and "our own loss" in told
     assert "we read too slowly" in said
+
+
+def test_any_dialect_is_read_and_named() -> None:
+    """The same story in each, without a word of complaint; the summary says what it looked like."""
+    forms = {
+        "vllm": ("events as maps, hashes unsigned", "replays of 4 frames", 3),
+        "llm-d": ("events as maps, hashes bytes8", "replays of 4 frames", 3),
+        "aibrix": ("events as arrays, hashes signed", "replays of 4 frames", 6),
+        "legacy": ("events as arrays, hashes signed", "replays of 3 frames", 3),
+        "mooncake-store": ("events as objects", "int milliseconds", 0),
+    }
+    sinks = tuple(
+        SinkConfig(
+            name=name,
+            dialect=name,
+            topic="kv",
+            endpoint=LOOPBACK,
+            replay_endpoint=LOOPBACK,
+            heartbeat_s=3600.0,
+        )
+        for name in forms
+    )
+    cache, who = make_cache(), WorkerInfo(block_size=4, model="m", worker_id="w")
+    with spawn(who, SidecarConfig(sinks=sinks, linger_s=0.0)) as sidecar:
+        for first in (0, 100, 200):
+            insert(cache, range(first, first + 8))
+            sidecar.pump(cache)
+        assert sidecar.client.flush(cache, PATIENCE_S) is not None
+        for bound, (form, more, stores) in zip(sidecar.client.sinks, forms.values(), strict=True):
+            code, out, said = tail(
+                f"{bound.endpoint},{bound.replay_endpoint}", "--exit-at-end", "--strict"
+            )
+            assert code == 0
+            assert form in said and more in said
+            assert out.count(" stored ") >= stores
+            assert " cleared" in out
+
+
+def test_ctrl_c_before_anything_came() -> None:
+    """Exit code 3, and one line that says so."""
+    with (
+        RawPublisher() as publisher,
+        start_kvevents(f"idle {os.getpid()}", "tail", publisher.endpoint) as process,
+    ):
+        publisher.await_subscriber()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 3
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read() == ""
+        said = process.stderr.read()
+        assert said.count("\n") == 1 and "nothing came from" in said

@@ -57,8 +57,8 @@ def test_two_workers_once() -> None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.1)
             out, err = process.communicate(timeout=PATIENCE_S)
-        document = json.loads(out)
         assert (process.returncode, err) == (0, "")
+        document = json.loads(out)
         busy, idle = document["rows"]
         assert idle["blocks"] == hands[1].counts() and idle["held"] == len(hands[1].held())
         assert busy["worker"] == "w1" and busy["rank"] == 0 and busy["link"] == "up"

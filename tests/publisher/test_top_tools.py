@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvevents import BlockRemoved, BlockStored, Event, Namespace, StorageMedium
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, Namespace, StorageMedium
 from kvevents.capture import CaptureHead, capture_start, pack_message
 from kvevents.codec import encode_batch
 from kvevents.events import KVEventBatch
-from kvevents.frames import live_frames
+from kvevents.frames import JOIN, live_frames, replay_request
 from kvevents.hashing import BlockHash
 from kvevents.message import Channel
 from publisher.tools.prefixes import Prefixes
@@ -188,6 +188,29 @@ def test_a_capture_shows_its_end_and_rates_over_its_time(tmp_path: Path) -> None
     (hot,) = board.snapshot().hottest
     assert (hot.root, hot.tip, hot.blocks, hot.tokens, hot.workers) == ("1", "3", 3, 3, 1)
     assert (hot.stores, hot.again) == (4, 1)
+
+
+def test_what_is_replayed_is_held_and_no_rate(tmp_path: Path) -> None:
+    """A snapshot shows what is held; it is no store of now. A clear leaves no prefix."""
+    block = BlockStored([1], None, [1], 1, medium=GPU)
+    answers = [
+        [b"", b"", (4).to_bytes(8, "big"), encode_batch(KVEventBatch(1.0, [block], 0))],
+        [b"", b"", b"\xff" * 8, b""],
+    ]
+    live = live_frames(b"", 5, encode_batch(KVEventBatch(1.0, [AllBlocksCleared()], 0)))
+    told = [(Channel.ASKED, replay_request(JOIN)), *((Channel.ANSWER, one) for one in answers)]
+    head = CaptureHead(endpoint="tcp://h:1", replay_endpoint="tcp://h:2")
+    for more in ([], [(Channel.LIVE, live)]):
+        records = [pack_message(at, *one) for at, one in enumerate([*told, *more])]
+        (tmp_path / "c").write_bytes(capture_start(head) + b"".join(records))
+        source = Capture(tmp_path / "c")
+        board = Board([source], windowed=False)
+        for step in source.steps():
+            board.take(source, step)
+        (row,) = board.snapshot().rows
+        assert (row.held, row.stored_per_s, row.replays) == (0 if more else 1, 0, 1)
+        found = [(one.root, one.stores) for one in board.snapshot().hottest]
+        assert found == ([] if more else [("1", 0)])
 
 
 odd_ints = st.sampled_from([0, 1, 2, 3, -1, 2**63, 2**64 - 1])

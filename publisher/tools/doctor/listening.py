@@ -189,9 +189,7 @@ class _Ears:
             return
         if ends:
             self._ended = True
-            if (
-                self._told.stored
-            ):  # else it has nothing so late, or nothing now: ask what it retains
+            if self._told.stored:  # else it has nothing so late, or nothing now
                 self._starts.clear()
             self._ask()
 

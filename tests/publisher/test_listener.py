@@ -1,0 +1,223 @@
+"""publisher.listener: a listener that is slow, or is sent giants, or nonsense, hurts nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+from publisher_rig import LOOPBACK, PATIENCE_S, RawPublisher
+
+from kvevents.follower import Malformed, Step, Told
+from kvevents.frames import JOIN, live_frames, replay_answer, replay_request
+from kvevents.gaps import Gap, Lost
+from kvevents.message import Channel
+from publisher.curve import read_public_key, read_secret_key, write_keys
+from publisher.listener import Listener, wait_for
+
+
+def listen_until(listener: Listener, done: Callable[[list[Step]], bool]) -> list[Step]:
+    """All that comes until it is enough."""
+    deadline = time.monotonic() + PATIENCE_S
+    steps: list[Step] = []
+    while not done(steps):
+        assert time.monotonic() < deadline, steps[-5:]
+        wait_for([listener], time.monotonic() + 0.05)
+        steps += listener.turn()
+    return steps
+
+
+def channels(steps: list[Step]) -> list[Channel]:
+    return [step.message.channel for step in steps]
+
+
+def told(steps: list[Step]) -> list[int]:
+    return [one.seq for step in steps for one in step.arrivals if isinstance(one, Told)]
+
+
+def resident_bytes() -> int:
+    """Of this process, by /proc."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_flood_is_bounded_and_stalls_nobody() -> None:
+    """With a small queue, gigabytes that nobody reads: the publisher sends them all at once, little of
+    it is kept, the hole is said, and that it may be our own.
+    """
+    payload = bytes(100_000)
+    with RawPublisher() as publisher:
+        publisher.pub.setsockopt(zmq.SNDHWM, 100)
+        endpoint = publisher.pub.bind(LOOPBACK).addr
+        with Listener(endpoint, hwm=100) as listener:
+            publisher.await_subscriber()
+            before, began = resident_bytes(), time.monotonic()
+            for seq in range(20_000):  # 2 GB
+                publisher.pub.send_multipart(live_frames(b"", seq, payload), zmq.NOBLOCK)
+            assert time.monotonic() - began < PATIENCE_S
+            assert resident_bytes() - before < 300 << 20
+            behind = False
+            deadline = time.monotonic() + PATIENCE_S
+            steps: list[Step] = []
+            seq = 20_000
+            while not any(isinstance(a, Lost) for step in steps for a in step.arrivals):
+                assert time.monotonic() < deadline
+                publisher.live(seq, payload=b"x")
+                seq += 1
+                steps += listener.turn()
+                behind |= listener.behind
+            assert behind
+            arrivals = [arrival for step in steps for arrival in step.arrivals]
+            gaps = [arrival for arrival in arrivals if isinstance(arrival, Gap)]
+            lost = [arrival for arrival in arrivals if isinstance(arrival, Lost)]
+            assert [(one.first, one.count) for one in gaps] == [
+                (one.first, one.count) for one in lost
+            ]
+
+
+def test_who_keeps_up_is_not_behind() -> None:
+    """A gap then is none of its making."""
+    with RawPublisher() as publisher, Listener(publisher.endpoint, hwm=100) as listener:
+        publisher.await_subscriber()
+        for seq in range(50):
+            publisher.live(seq, payload=b"x")
+        listen_until(listener, lambda steps: len(told(steps)) == 50)
+        assert not listener.behind
+
+
+def test_one_turn_is_bounded() -> None:
+    """A thousand messages at most, whatever is waiting; the others come with the next."""
+    with RawPublisher() as publisher, Listener(publisher.endpoint) as listener:
+        publisher.await_subscriber()
+        for seq in range(2500):
+            publisher.live(seq, payload=b"x")
+        steps: list[Step] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while len(told(steps)) < 2500:
+            assert time.monotonic() < deadline
+            wait_for([listener], deadline)
+            turn = listener.turn()
+            assert len(told(turn)) <= 1000
+            steps += turn
+        assert told(steps) == list(range(2500))
+
+
+def test_a_giant_frame_ends_the_connection() -> None:
+    """It is never in memory, and is not tried again; what came before is told."""
+    with RawPublisher() as publisher, Listener(publisher.endpoint, max_frame=1 << 20) as listener:
+        publisher.await_subscriber()
+        publisher.live(0, payload=b"x")
+        publisher.live(1, payload=bytes((1 << 20) + 1))
+        steps = listen_until(listener, lambda steps: Channel.DISCONNECTED in channels(steps))
+        assert told(steps) == [0]
+        assert not listener.connected
+
+
+def test_a_giant_answer_is_a_replay_without_an_end() -> None:
+    """Live messages go on, and what it was asked for is given up."""
+    with (
+        RawPublisher() as publisher,
+        Listener(
+            publisher.endpoint,
+            publisher.replay_endpoint,
+            max_frame=1 << 20,
+            replay_timeout_s=0.1,
+            attempts=1,
+        ) as listener,
+    ):
+        publisher.await_subscriber()
+        steps = listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
+        client, start = publisher.request()
+        assert start == JOIN
+        giant = replay_answer(b"", 0, bytes((1 << 20) + 1), delimited=True)
+        publisher.router.send_multipart([client, *giant])
+        publisher.live(5, payload=b"x")
+        steps += listen_until(listener, lambda steps: told(steps) == [5])
+        assert Channel.OVER in channels(steps) and Channel.ANSWER not in channels(steps)
+
+
+def test_a_refused_key_is_said(tmp_path: Path) -> None:
+    """A publisher that speaks no CURVE to one that does, and the other way round."""
+    public, secret = write_keys(tmp_path, "publisher")
+    own = read_secret_key("", write_keys(tmp_path, "client")[1])
+    context = zmq.Context[zmq.Socket[bytes]]()
+    with context.socket(zmq.XPUB) as guarded, RawPublisher() as plain:
+        guarded.setsockopt(zmq.LINGER, 0)
+        guarded.curve_server = True
+        guarded.curve_secretkey = read_secret_key("", secret)[1].encode()
+        endpoint = guarded.bind(LOOPBACK).addr
+        key = read_public_key("", public)
+        with Listener(endpoint, server_key=key, client_keys=own) as listener:
+            steps = listen_until(listener, lambda steps: Channel.CONNECTED in channels(steps))
+            assert Channel.REFUSED not in channels(steps)
+        for listener in (
+            Listener(endpoint),
+            Listener(plain.endpoint, server_key=key, client_keys=own),
+        ):
+            with listener:
+                steps = listen_until(listener, lambda steps: Channel.REFUSED in channels(steps))
+                assert not listener.connected and Channel.CONNECTED not in channels(steps)
+    context.term()
+
+
+def test_nonsense_costs_itself() -> None:
+    """Messages of any frames are told as what they are."""
+    odd: list[list[bytes]] = [
+        [b""],
+        [b"", b"", b"", b""],
+        [b"t", bytes(7), b"x"],
+        [b"", b"\xff" * 8, b""],
+    ]
+    with RawPublisher() as publisher, Listener(publisher.endpoint) as listener:
+        publisher.await_subscriber()
+        for frames in odd:
+            publisher.pub.send_multipart(frames)
+        publisher.live(0, payload=b"x")
+        steps = listen_until(listener, lambda steps: told(steps) == [0])
+        got = [
+            a.message.frames for step in steps for a in step.arrivals if isinstance(a, Malformed)
+        ]
+        assert got == odd
+
+
+def test_each_step_is_noted_in_its_order() -> None:
+    """Connected, asked, answered, over: what a recorder needs to show it again."""
+    with (
+        RawPublisher() as publisher,
+        Listener(publisher.endpoint, publisher.replay_endpoint) as listener,
+    ):
+        publisher.await_subscriber()
+        steps = listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
+        client, _ = publisher.request()
+        publisher.answer(client, 7)
+        publisher.end(client)
+        steps += listen_until(listener, lambda steps: channels(steps).count(Channel.ANSWER) == 2)
+        publisher.live(8, payload=b"x")
+        steps += listen_until(listener, lambda steps: told(steps) == [8])
+        assert channels(steps) == [
+            Channel.CONNECTED,
+            Channel.ASKED,
+            Channel.ANSWER,
+            Channel.ANSWER,
+            Channel.LIVE,
+        ]
+        assert steps[1].message.frames == replay_request(JOIN)
+        assert told(steps) == [7, 8]
+
+
+@pytest.mark.parametrize("start", [None, 3])
+def test_where_to_start(start: int | None) -> None:
+    """Nothing is asked, or what follows a seq."""
+    with (
+        RawPublisher() as publisher,
+        Listener(publisher.endpoint, publisher.replay_endpoint, start=start) as listener,
+    ):
+        publisher.await_subscriber()
+        if start is None:
+            publisher.live(3, payload=b"x")
+            steps = listen_until(listener, lambda steps: told(steps) == [3])
+            assert Channel.ASKED not in channels(steps)
+        else:
+            listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
+            assert publisher.request()[1] == 3
