@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-cache test-sidecar interop check format bench stress clean
+.PHONY: demo test test-cache test-sidecar interop check format bench stress screenshots clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvevents demo
@@ -45,6 +45,10 @@ SEED ?= 1
 RUNS ?= 0
 stress: $(INSTALLED)
 	$(BIN)/python tests/integration/stress.py --models --seconds $(SECONDS) --seed $(SEED) --runs $(RUNS)
+
+# docs/images, from real runs.
+screenshots: $(INSTALLED)
+	$(BIN)/python docs/screenshots.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("python 3.11 or newer is needed")'

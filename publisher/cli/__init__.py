@@ -97,7 +97,9 @@ def parser_of(command: str | None) -> Parser:
         dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="kvevents"
     )
     for name, one in COMMANDS.items():
-        added = commands.add_parser(name, help=one.help, description=f"{one.help[0].upper()}{one.help[1:]}.")
+        added = commands.add_parser(
+            name, help=one.help, description=f"{one.help[0].upper()}{one.help[1:]}."
+        )
         if command in (None, name):
             import_module(f"publisher.cli.{name}").add_options(added)
     return parser

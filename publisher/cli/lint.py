@@ -23,6 +23,22 @@ if TYPE_CHECKING:
 
 __all__ = ["add_options", "run"]
 
+_DESCRIPTION = """\
+Which routers would lose what of a stream, and why: a line for each kind of
+loss, then what becomes of each. No router is needed: how each reads was observed
+from its own code.
+"""
+
+_EPILOG = """\
+examples:
+  kvevents lint tcp://10.0.0.5:5557,5558 --for 10
+  kvevents lint monday.capture --as dynamo,llm-d -v
+  kvevents lint tcp://10.0.0.5:5557 --as vllm-router -n 100 -o json
+
+exit codes: 0 nothing is lost; 1 something would be, a capture is damaged, or a
+  replay does not end; 2 usage; 3 nothing came, or no block was stored
+"""
+
 
 def add_options(parser: Parser) -> None:
     """Of `lint`."""
@@ -38,10 +54,8 @@ def add_options(parser: Parser) -> None:
         "-v", "--verbose", action="store_true", help="write findings of one kind each time"
     )
     add_limits(parser)
-    parser.epilog = (
-        f"Exit code {FINDINGS} when something would be lost, a capture is damaged or a replay does not"
-        f" end, {NO_CONNECTION} when nothing came, or no block was stored."
-    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.names = _consumer_names
 
 

@@ -276,17 +276,15 @@ def _say_silent(streams: Sequence[Stream], options: argparse.Namespace) -> bool:
     """Name sources of which nothing came. Returns whether anything came at all."""
     for one in streams:
         live = one.live
-        if one.refused:
-            say(
-                f"kvevents tail: {one.label} has refused us: CURVE, or the key, is not what it wants"
-            )
         if one.begun:
             continue
         silence = f"nothing came from {one.source.name if live is None else live.address.endpoint}"
         seconds = options.timeout if options.timeout is not None else options.for_s
         if live is not None and seconds is not None:
             silence += f" in {seconds:g} s"
-        if live is not None and live.connected:
+        if one.refused:
+            silence += ": it has refused us; --server-key and --client-key are not what it wants"
+        elif live is not None and live.connected:
             silence += (
                 f": it is there, but idle; `kvevents doctor {live.address.endpoint}` looks further"
             )

@@ -259,7 +259,7 @@ class Tail:
 
     def _told(self, stream: Stream, reading: Reading, found: list[Finding]) -> None:
         start, until = self._start, self._limits.until
-        if until is not None and reading.seq > until:
+        if until is not None and reading.seq >= until:
             stream.done = True
             return
         skipping = (

@@ -254,7 +254,7 @@ def test_what_cannot_be_asked(
 
 
 def test_files_where_a_socket_should_be() -> None:
-    """None, a folder, another file, one whose publisher is gone: each is told from the others."""
+    """None, a folder, another file, one whose publisher is gone: told apart, and left as they are."""
     with short_folder() as folder:
         (folder / "file").write_text("")
         with socket.socket(socket.AF_UNIX) as left:
@@ -265,7 +265,7 @@ def test_files_where_a_socket_should_be() -> None:
             ("file", "is no socket"),
             ("left", "nobody listens"),
         ):
-            report = doctor(f"ipc://{folder}/{path}", "--no-bind")
+            report = doctor(f"ipc://{folder}/{path}", *BRIEFLY)
             assert text in report.text("connect", "wrong")
             assert report.code == 3
         assert sorted(one.name for one in folder.iterdir()) == ["file", "left"]

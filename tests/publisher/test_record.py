@@ -286,7 +286,7 @@ def test_nothing_is_overwritten(publisher: RawPublisher, tmp_path: Path) -> None
         ),
         (
             ("-w", "x", "tcp://h:1,2", "--from", "-4"),
-            "--from: '-4' is none of state, beginning, live",
+            "--from: -4 is not state, beginning, live",
         ),
         (
             ("-w", "x", "tcp://h:1,2", "--from", "9" * 19),

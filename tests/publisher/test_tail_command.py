@@ -805,3 +805,14 @@ def test_ctrl_c_before_anything_came() -> None:
         assert process.stdout.read() == ""
         said = process.stderr.read()
         assert said.count("\n") == 1 and "nothing came from" in said
+
+
+def test_a_publisher_that_wants_keys() -> None:
+    """Exit code 3, and one line that says what it is about."""
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.curve_publickey, publisher.curve_secretkey = zmq.curve_keypair()
+        publisher.curve_server = True
+        endpoint = publisher.bind(LOOPBACK).addr
+        done = kvevents("tail", endpoint, "--for", "1")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
+    assert "has refused us; --server-key" in done.stderr

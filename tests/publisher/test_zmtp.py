@@ -107,7 +107,10 @@ def test_a_peer_that_waits_for_all_of_our_greeting_gets_it() -> None:
     def talk(connection: socket.socket) -> None:
         got = b""
         while len(got) < 64:
-            got += connection.recv(64)
+            piece = connection.recv(64)
+            if not piece:
+                return
+            got += piece
         connection.sendall(NULL + READY)
         connection.recv(1)
 
