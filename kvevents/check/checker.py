@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvevents.check.finding import Finding, Place
 from kvevents.check.hashes import Verifier
-from kvevents.check.ranks import Rank, finding_of
+from kvevents.check.ranks import Memory, Rank, finding_of
 from kvevents.check.wire import Wire
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.follower import Malformed
@@ -42,6 +42,7 @@ class Checker:
         self.batches = self.events = self.blocks = 0
         """Read so far; of `blocks`, those stored."""
         self._wire = Wire(silence_s)
+        self._memory = Memory()
         self._ranks: OrderedDict[int, Rank] = OrderedDict()
         self._from_start = False
         """Whether all that this run has said is known, for ranks that were not heard of yet."""
@@ -216,7 +217,9 @@ class Checker:
 
     def _add(self, number: int) -> Rank:
         """A rank that was not heard of; of more than can be, those heard of first are forgotten."""
-        rank = self._ranks[number] = Rank(known=self._from_start, verifier=self.verifier)
+        rank = self._ranks[number] = Rank(
+            self._memory, known=self._from_start, verifier=self.verifier
+        )
         if len(self._ranks) > _MAX_RANKS:
             gone, _ = self._ranks.popitem(last=False)
             self._ts.pop(gone, None)

@@ -19,13 +19,13 @@ from kvevents.extra_keys import check_extra_keys, has_own_keys
 from kvevents.hashing import BlockHash, canonical_hash
 from kvevents.tokens import TOKEN_BYTES, pack_tokens
 
-__all__ = ["Lane", "Rank", "finding_of"]
+__all__ = ["Lane", "Memory", "Rank", "finding_of"]
 
 _MEDIA = tuple(StorageMedium)
 _AT = {medium: position for position, medium in enumerate(_MEDIA)}
 _EVERY = tuple(range(len(_MEDIA)))
 _RECENT = 20_000
-"""Blocks that are remembered at least after they are gone."""
+"""Blocks of a stream that are remembered at least after they are gone."""
 _MAX_GROUPS = 64
 _I63 = 2**63 - 1
 _FULL_ATTENTION = (None, "full_attention", "mla_attention", "sink_full_attention")
@@ -61,8 +61,19 @@ class _Recent(Generic[V]):
         if len(self._new) >= _RECENT:
             self._old, self._new = self._new, {}
 
-    def __bool__(self) -> bool:
-        return bool(self._new or self._old)
+
+class Memory:
+    """Of all lanes of a stream: blocks that are gone."""
+
+    __slots__ = ("gone", "lanes", "was")
+
+    def __init__(self) -> None:
+        self.lanes = 0
+        """How many there were; each has a number."""
+        self.gone = _Recent[Place]()
+        """By lane, hash and medium: where it was removed."""
+        self.was = _Recent[tuple[_Content, Place]]()
+        """By lane and hash: what blocks stood for that are on no medium, and where they were stored."""
 
 
 class Lane:
@@ -73,15 +84,16 @@ class Lane:
         "behind",
         "content",
         "digests",
-        "gone",
+        "left",
         "named",
+        "number",
         "present",
         "size",
         "size_place",
-        "was",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.present: tuple[dict[BlockHash, Place], ...] = tuple({} for _ in _MEDIA)
         self.content: dict[BlockHash, _Content | None] = {}
         """Of every block on some medium; None where it was told without tokens."""
@@ -90,10 +102,8 @@ class Lane:
         """By medium: how many blocks are there right behind a block."""
         self.again: dict[tuple[int, BlockHash], int] = {}
         """How many times more than once it was stored."""
-        self.gone = _Recent[Place]()
-        """By hash and medium: where it was removed."""
-        self.was = _Recent[tuple[_Content, Place]]()
-        """What blocks stood for that are on no medium now, and where they were stored."""
+        self.left = False
+        """Whether any block has left its last medium."""
         self.digests: dict[str, dict[BlockHash, bytes]] = {}
         """The verifier's."""
         self.size: int | None = None
@@ -158,7 +168,8 @@ def finding_of(
 class Rank:
     """One rank. `known`: whether all that it holds was seen to be stored."""
 
-    def __init__(self, *, known: bool, verifier: Verifier | None) -> None:
+    def __init__(self, memory: Memory, *, known: bool, verifier: Verifier | None) -> None:
+        self._memory = memory
         self.known = known
         self.cleared: Place | None = None
         """The last AllBlocksCleared."""
@@ -182,7 +193,8 @@ class Rank:
         if lane is None:
             if len(self.lanes) >= _MAX_GROUPS:  # of a stream that makes them up
                 self.forget()
-            lane = self.lanes[group] = Lane()
+            self._memory.lanes += 1
+            lane = self.lanes[group] = Lane(self._memory.lanes)
         return lane
 
     # ---------------------------------------------------------------------------------- stores
@@ -267,7 +279,7 @@ class Rank:
         if self._verifier is not None and packed is not None:
             for block_hash, why in self._verifier.stored(lane.digests, event, hashes, packed):
                 report.add("hash", why, block_hash)
-        was, behind = lane.was, lane.behind[at]
+        was, behind = self._memory.was, lane.behind[at]
         for number, block_hash in enumerate(hashes):
             if block_hash in present:
                 if block_hash != parent:
@@ -291,7 +303,7 @@ class Rank:
                 start += step
                 content = (parent, tokens, names, None if keys is None else keys[number])
                 if held is None:
-                    if was and (before := was.get(block_hash)) is not None:
+                    if lane.left and (before := was.get(_key(lane, block_hash))) is not None:
                         self._compare(block_hash, before, content, report)
                     contents[block_hash] = content
                     twin = named.setdefault(content, block_hash)
@@ -320,7 +332,12 @@ class Rank:
         if any(parent in other.content for other in self.lanes.values()):
             return
         gone = next(
-            (found for other in _EVERY if (found := lane.gone.get(_key(parent, other)))), None
+            (
+                found
+                for other in _EVERY
+                if (found := self._memory.gone.get(_key(lane, parent, other)))
+            ),
+            None,
         )
         since = "is gone" if gone is not None else "was never stored"
         sliding = event.kv_cache_spec_kind not in _FULL_ATTENTION
@@ -380,7 +397,7 @@ class Rank:
             if not self._leave(lane, media, block_hash, place, report) and not of_a_store:
                 self._unknown(lane, event.medium, media, block_hash, report)
                 for at in media:
-                    lane.gone.put(_key(block_hash, at), place)
+                    self._memory.gone.put(_key(lane, block_hash, at), place)
         return list(report.close())
 
     def _leave(
@@ -404,7 +421,7 @@ class Rank:
                     lane.again[at, block_hash] = more - 1
                 continue
             stored = lane.present[at].pop(block_hash)
-            lane.gone.put(_key(block_hash, at), place)
+            self._memory.gone.put(_key(lane, block_hash, at), place)
             behind = lane.behind[at]
             if behind.get(block_hash):
                 what = f"{_hex(block_hash)} leaves {_MEDIA[at]} before those behind it"
@@ -419,7 +436,8 @@ class Rank:
             for digests in lane.digests.values():
                 digests.pop(block_hash, None)
             if held is not None:
-                lane.was.put(block_hash, (held, stored))
+                lane.left = True
+                self._memory.was.put(_key(lane, block_hash), (held, stored))
                 if lane.named.get(held) == block_hash:
                     del lane.named[held]
         return left
@@ -432,7 +450,10 @@ class Rank:
         block_hash: BlockHash,
         report: _Report,
     ) -> None:
-        gone = next((found for at in media if (found := lane.gone.get(_key(block_hash, at)))), None)
+        gone = next(
+            (found for at in media if (found := self._memory.gone.get(_key(lane, block_hash, at)))),
+            None,
+        )
         if gone is None and not self.known:
             return
         where = "any medium" if medium is None else str(medium)
@@ -502,8 +523,8 @@ def _stored_at(lane: Lane, block_hash: BlockHash) -> Place | None:
     return next((there[block_hash] for there in lane.present if block_hash in there), None)
 
 
-def _key(block_hash: BlockHash, at: int) -> int:
-    return block_hash * len(_MEDIA) + at
+def _key(lane: Lane, block_hash: BlockHash, at: int = 0) -> int:
+    return (lane.number << 67) + block_hash * len(_MEDIA) + at
 
 
 def _hex(block_hash: BlockHash) -> str:

@@ -26,25 +26,27 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "run"]
 
 _DESCRIPTION = """\
-Hold a stream to what docs/check.md says of every stream: a block is removed only where it is stored, its
-parent was told before it, a replay is what came live, and so on. Each line names the batch and event that
-breaks a rule, the rule, its invariant's number, and the earlier event that it contradicts.
+Hold a stream to what docs/check.md says of every stream: a block is removed
+only where it is stored, its parent was told before it, a replay is what came
+live, and so on. Each line names the batch and event that breaks a rule, the
+rule, its invariant's number, and the earlier event that it contradicts.
 """
 
 _EXAMPLES = f"""\
 examples:
   kvevents check tcp://10.0.0.5:5557,5558 --for 60
-      a minute of a live stream; in the end what was followed is compared with what who joins now is told
+      a minute of a live stream; in the end what was followed is compared with
+      what a new subscriber is told
   kvevents check worker.kvc --verify-hashes
       a capture; each block's hash is made again from its tokens
-  kvevents check w1=tcp://a:5557,5558 w2=tcp://b:5557,5558 -n 1000 --strict -o json
-      two at once; notes count as well; an object per line
+  kvevents check w1=tcp://a:5557,5558 w2=tcp://b:5557,5558 --strict -o json
+      two at once, until Ctrl-C; notes count as well; an object per line
   kvevents check worker.kvc --as vllm-router
       what that consumer would lose of it: the same as `kvevents lint`
 
-exit code: 0 nothing was broken; {FINDINGS} something was (with --strict also when there are notes), a
-capture is damaged or a replay was not over; {USAGE} usage; {NO_CONNECTION} no connection, nothing
-came, or no block was stored.
+exit codes: 0 nothing was broken; {FINDINGS} something was (with --strict also where there
+are notes), a capture is damaged or a replay was not over; {USAGE} usage;
+{NO_CONNECTION} no connection, nothing came, or no block was stored.
 """
 
 

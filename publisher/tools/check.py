@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ _COMPARE_S = 10.0
 """How long a second subscriber may take to come to where the first is."""
 
 _REPORTED = 10_000
+_TICK_S = 0.1
 
 
 def read_rules(text: str | None) -> frozenset[str]:
@@ -284,6 +286,28 @@ class _Checked:
         self.report.close(self.checker, compared)
 
 
+class _Interrupts:
+    """Counts Ctrl-C instead of being stopped anywhere by it: in the middle of a batch half of it would be
+    known, and the other half taken for a lie.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Any = None
+
+    def _notice(self, *_: object) -> None:
+        self.count += 1
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._notice)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+
 def _findings(checker: Checker, step: Step, notice: Callable[[], None]) -> list[Finding]:
     """All about one message. `notice`: called for a hole."""
     found = checker.message(step.message)
@@ -315,25 +339,24 @@ def check(
     checked = {one: _Checked(one, report(one), verifier()) for one in sources.all}
     faults = 0
     compared: dict[Source, Compared] = {}
-    whole = False
-    with contextlib.suppress(KeyboardInterrupt):
-        whole = _follow(sources, checked, for_s, count)
-    if second is not None:
-        for live, step in sources.rest():
-            checked[live].take(step)
-        for live in sources.live:
-            if live.can_replay and live.follower.connections:
-                with contextlib.suppress(KeyboardInterrupt):
-                    compared[live] = _compare(live, checked[live], second)
+    with _Interrupts() as interrupts:
+        enough = _follow(sources, checked, for_s, count, interrupts)
+        if second is not None:
+            for live, step in sources.rest():
+                checked[live].take(step)
+            before = interrupts.count
+            for live in sources.live:
+                if live.can_replay and live.follower.connections and interrupts.count == before:
+                    compared[live] = _compare(live, checked[live], second, interrupts)
     for live in sources.live:
         if not live.follower.connections:
             warn(f"no connection to {live.address.endpoint}")
-        elif live.connected and live.follower.recovering and not whole:
+        elif live.connected and live.follower.recovering and not enough:
             warn(f"{live.name}: the replay was not over")
             faults += 1
-    for capture in sources.captures if whole or count is None else ():
+    for capture in () if enough else sources.captures:  # read to the end
         one = checked[capture]
-        if (fault := capture.fault(one.checker.batches)) is not None:
+        if (fault := capture.fault(capture.batches)) is not None:
             one.report.left_out(capture.left_out, capture.damaged or "it was cut off")
             faults += capture.damaged is not None
             warn(fault)
@@ -351,13 +374,19 @@ def check(
 
 
 def _follow(
-    sources: Sources, checked: dict[Source, _Checked], for_s: float | None, count: int | None
+    sources: Sources,
+    checked: dict[Source, _Checked],
+    for_s: float | None,
+    count: int | None,
+    interrupts: _Interrupts,
 ) -> bool:
     """Whether `count` batches have come; False: all came, or the time is up."""
     until = float("inf") if for_s is None else time.monotonic() + for_s
     batches = 0
-    for told in sources.steps(until):
+    for told in sources.steps(until, _TICK_S):
         if told is None:
+            if interrupts.count:
+                break
             continue
         source, step = told
         one = checked[source]
@@ -366,31 +395,39 @@ def _follow(
         batches += one.checker.batches - before
         if count is not None and batches >= count:
             return True
+        if interrupts.count:
+            break
     return False
 
 
 # --------------------------------------------------------------------------------- joining anew
 
 
-def _compare(live: Live, first: _Checked, second: Callable[[Live], Live]) -> Compared:
+def _compare(
+    live: Live, first: _Checked, second: Callable[[Live], Live], interrupts: _Interrupts
+) -> Compared:
     """Follow on until a subscriber that joins now is at the same seq; then both hold the same."""
     why_not = _why_not(live, first.checker)
     if why_not is not None and not live.follower.recovering:
         return Compared(why_not=why_not)
-    deadline = time.monotonic() + _COMPARE_S
+    deadline, before = time.monotonic() + _COMPARE_S, interrupts.count
     joined = second(live)
     one, other = _Side(live, first.take), _Side(joined, first.listen)
     try:
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and interrupts.count == before:
             behind = _behind(one, first.checker, other, first.second)
             if behind is None:
                 return _difference(first)
             if not behind.turn_once():
-                wait_for([live.listener, joined.listener], min(deadline, time.monotonic() + 0.1))
+                wait_for(
+                    [live.listener, joined.listener], min(deadline, time.monotonic() + _TICK_S)
+                )
                 one.receive()
                 other.receive()
     finally:
         joined.close()
+    if interrupts.count > before:
+        return Compared(why_not="interrupted")
     if why_not := _why_not(live, first.checker):
         return Compared(why_not=why_not)
     if first.second.batches and not first.second.exact:

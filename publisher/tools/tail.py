@@ -237,6 +237,7 @@ class Tail:
         stream.see_message(message)
         if message.channel == Channel.REFUSED:
             stream.refused += 1
+            stream.done = True  # ZeroMQ does not try it again
         if arrivals or message.is_batch:
             self._last_at = time.monotonic()
         if stream.done:
@@ -259,7 +260,7 @@ class Tail:
 
     def _told(self, stream: Stream, reading: Reading, found: list[Finding]) -> None:
         start, until = self._start, self._limits.until
-        if until is not None and reading.seq >= until:
+        if until is not None and reading.seq > until:
             stream.done = True
             return
         skipping = (

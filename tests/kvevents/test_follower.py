@@ -137,6 +137,7 @@ def test_seqs_that_go_back_are_a_restart() -> None:
     follower = Follower(can_replay=True, start=None)
     assert of([live(0), live(1), live(0)], follower)[-1] == Restarted(0)
     assert follower.asking == JOIN
+    assert of([asked(JOIN), ENDED, asked(0), ENDED], follower) == [told(0)]
 
 
 # ---------------------------------------------------------------------------------- captures

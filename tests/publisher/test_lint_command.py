@@ -157,6 +157,15 @@ def test_several_captures_are_told_apart(tmp_path: Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == [*[str(one)] * 2, str(two)]
 
 
+def test_check_is_lint_for_consumers_that_are_named(tmp_path: Path) -> None:
+    """The same lines and exit code; without --as it looks at something else."""
+    file = capture(tmp_path / "c", SIGNED)
+    checked = run("check", file, "--as", "vllm-router")
+    linted = run("lint", file, "--as", "vllm-router")
+    assert (checked.returncode, checked.stdout) == (linted.returncode, linted.stdout)
+    assert run("check", file).stdout.startswith("seq 0            first-seq (17): note: ")
+
+
 def test_a_capture_torn_at_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is whole is linted, what is not is said, and nothing else happens: 0, 1 or 3."""
     file = capture(tmp_path / "c", GOOD, SIGNED)
@@ -323,10 +332,11 @@ def test_ctrl_c_ends_it_as_the_time_does(publisher: RawPublisher) -> None:
 
 
 def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """A full disk behind stdout, for lint and what else prints: exit code 2."""
+    """A full disk behind stdout, for lint, check, and what else prints: exit code 2."""
     file = capture(tmp_path / "c", GOOD, SIGNED)
     for arguments in (
         ("lint", str(file)),
+        ("check", str(file), "--as", "dynamo"),
         ("serve", "--check"),
         ("lint", "--help"),
     ):

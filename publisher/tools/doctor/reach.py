@@ -229,6 +229,8 @@ def listen_for(endpoint: Endpoint, seconds: float) -> Came:
                 sub.bind(one)
         except (zmq.ZMQError, OSError):
             return "not ours"
+        if endpoint.scheme == "ipc":
+            stack.callback(_unlink, Path(endpoint.path), _inode(Path(endpoint.path)))
         deadline, came = time.monotonic() + seconds, False
         while (left_s := deadline - time.monotonic()) > 0:
             if not monitor.poll(int(left_s * 1000) + 1):
@@ -238,6 +240,20 @@ def listen_for(endpoint: Endpoint, seconds: float) -> Came:
                 return "publisher"
             came = True
         return "other" if came else "nobody"
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return None
+
+
+def _unlink(path: Path, inode: int | None) -> None:
+    """The file of a socket, which libzmq leaves; not another's that took its place meanwhile."""
+    if inode is not None and _inode(path) == inode:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _local(endpoint: Endpoint) -> Iterator[str]:
