@@ -15,7 +15,7 @@ from publisher.cli.parsing import FINDINGS, NO_CONNECTION, USAGE, Parser, check_
 
 if TYPE_CHECKING:
     from kvevents.follower import Step
-    from publisher.tools.play import Player
+    from publisher.tools.captures.play import Player
     from publisher.tools.source import Capture
 
 __all__ = ["add_options", "run"]
@@ -124,8 +124,8 @@ def _speed(text: str) -> float:
 
 
 def _play(capture: Capture, options: argparse.Namespace, speed: float) -> int:
-    from publisher.tools.history import History
-    from publisher.tools.play import Form, Player, in_order, live_only, stretches
+    from publisher.tools.captures.history import History
+    from publisher.tools.captures.play import Form, Player, in_order, live_only, stretches
 
     history = History(options.buffer_steps)
     told = stretches(capture.steps(), lambda: capture.follower)

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     import logging
     from pathlib import Path
 
-    from publisher.tools.plot import check_output, plot
+    from publisher.tools.captures.plot import check_output, plot
 
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # nobody minds that it looks for fonts
     for file in options.files:

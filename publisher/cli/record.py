@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     import time
 
     from kvevents.capture import CaptureHead
-    from publisher.tools.record import STDOUT, record
+    from publisher.tools.captures.record import STDOUT, record
     from publisher.tools.source import Address, Live
 
     check_limits(options)

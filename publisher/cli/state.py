@@ -17,7 +17,7 @@ from publisher.cli.parsing import (
 )
 
 if TYPE_CHECKING:
-    from publisher.tools.state import Prompt, State
+    from publisher.tools.fleet.state import Prompt, State
 
 __all__ = ["add_options", "run"]
 
@@ -102,8 +102,8 @@ def add_options(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
+    from publisher.tools.fleet.state import gather
     from publisher.tools.source import Sources
-    from publisher.tools.state import gather
 
     check_seconds("--quiet", options.quiet_s)
     check_seconds("--for", options.for_s)
@@ -136,8 +136,8 @@ def run(options: argparse.Namespace) -> int:
 def _prompt(options: argparse.Namespace) -> Prompt | None:
     """The prompt that is looked for. Raises ValueError."""
     from kvevents.namespace import Namespace
-    from publisher.tools.prompt import parse_tokens, read_tokens
-    from publisher.tools.state import Prompt
+    from publisher.tools.fleet.prompt import parse_tokens, read_tokens
+    from publisher.tools.fleet.state import Prompt
 
     names = {"lora": options.lora, "cache-salt": options.cache_salt}
     names["extra-key"] = options.extra_key

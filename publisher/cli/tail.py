@@ -25,11 +25,11 @@ from publisher.cli.parsing import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from publisher.tools.lines import Lines
     from publisher.tools.source import Address
     from publisher.tools.start import Start
-    from publisher.tools.stream import Stream
-    from publisher.tools.tail import Writer
+    from publisher.tools.tail.lines import Lines
+    from publisher.tools.tail.stream import Stream
+    from publisher.tools.tail.tail import Writer
 
 __all__ = ["add_options", "run"]
 
@@ -125,7 +125,7 @@ def _add_output(parser: Parser) -> None:
 
 
 def _help() -> str:
-    from publisher.tools.formats import LETTERS
+    from publisher.tools.tail.formats import LETTERS
 
     cells = [f"%{letter} {what}" for letter, what in LETTERS.items()]
     rows = [cells[at : at + 2] for at in range(0, len(cells), 2)]
@@ -136,11 +136,11 @@ def _help() -> str:
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
     from publisher.tools.colour import painter, wants_colour
-    from publisher.tools.filters import parse_filter
-    from publisher.tools.footer import footer
-    from publisher.tools.lines import Lines
     from publisher.tools.source import Sources
-    from publisher.tools.tail import Limits, OutputError, Printer, Tail, streams_of
+    from publisher.tools.tail.filters import parse_filter
+    from publisher.tools.tail.footer import footer
+    from publisher.tools.tail.lines import Lines
+    from publisher.tools.tail.tail import Limits, OutputError, Printer, Tail, streams_of
 
     check_count("--count", options.count)
     check_seconds("--timeout", options.timeout)
@@ -248,16 +248,16 @@ def _writer(options: argparse.Namespace, lines: Lines) -> Writer:
     if options.format is not None:
         if options.output != "text":
             raise ValueError(f"--format: it is of no use with -o {options.output}")
-        from publisher.tools.formats import Format
+        from publisher.tools.tail.formats import Format
 
         return Format(options.format)
     match options.output:
         case "json" | "jsonl":
-            from publisher.tools.objects import Objects
+            from publisher.tools.tail.objects import Objects
 
             return Objects()
         case "raw" | "hex":
-            from publisher.tools.hexdump import Hex, Raw
+            from publisher.tools.tail.hexdump import Hex, Raw
 
             return Raw() if options.output == "raw" else Hex(lines)
     return lines

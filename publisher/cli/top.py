@@ -16,8 +16,8 @@ from publisher.cli.parsing import (
 )
 
 if TYPE_CHECKING:
+    from publisher.tools.fleet.top import Board
     from publisher.tools.source import Sources
-    from publisher.tools.top import Board
 
 __all__ = ["add_options", "run"]
 
@@ -92,9 +92,9 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from publisher.tools.colour import wants_colour
-    from publisher.tools.screen import watch
+    from publisher.tools.fleet.screen import watch
+    from publisher.tools.fleet.top import Board
     from publisher.tools.source import Sources
-    from publisher.tools.top import Board
 
     check_seconds("--for", options.for_s)
     check_seconds("--interval", options.interval_s)
@@ -146,7 +146,7 @@ def _write(board: Board, options: argparse.Namespace, *, colours: bool) -> None:
     import msgspec
 
     from publisher.tools.colour import painter
-    from publisher.tools.top import lines
+    from publisher.tools.fleet.top import lines
 
     snapshot = board.snapshot()
     if options.output == "json":

@@ -41,8 +41,8 @@ from kvevents.frames import (
 from kvevents.message import Channel, Message
 from kvevents.reading import read
 from publisher import SidecarConfig, SinkConfig, Subscriber, WorkerInfo, spawn
-from publisher.tools.history import History
-from publisher.tools.play import MAX_SPEED, Player, Sending, in_order, live_only, stretches
+from publisher.tools.captures.history import History
+from publisher.tools.captures.play import MAX_SPEED, Player, Sending, in_order, live_only, stretches
 from publisher.tools.source import Capture
 
 Told_ = tuple[Channel, list[bytes]]

@@ -17,9 +17,9 @@ from kvevents.capture import CaptureHead, capture_start, pack_message
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_end, replay_request
 from kvevents.message import Channel
 from kvevents.profile import Profile
-from publisher.tools.plot import plot as draw
-from publisher.tools.plot import profile_of
-from publisher.tools.plot_figure import duration, png, svg
+from publisher.tools.captures.plot import plot as draw
+from publisher.tools.captures.plot import profile_of
+from publisher.tools.captures.plot_figure import duration, png, svg
 
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
 START = 1_700_000_000_000_000_000

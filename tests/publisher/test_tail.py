@@ -27,10 +27,12 @@ from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.message import Channel, Message
 from kvevents.reading import Reading, read
 from publisher.tools.colour import painter
-from publisher.tools.formats import LETTERS, Format
-from publisher.tools.hexdump import hexdump
-from publisher.tools.lines import Lines, clock
-from publisher.tools.notice import (
+from publisher.tools.source import Capture
+from publisher.tools.start import Start, parse_start
+from publisher.tools.tail.formats import LETTERS, Format
+from publisher.tools.tail.hexdump import hexdump
+from publisher.tools.tail.lines import Lines, clock
+from publisher.tools.tail.notice import (
     Notice,
     of_earlier,
     of_finding,
@@ -41,10 +43,8 @@ from publisher.tools.notice import (
     of_skipped,
     of_undecodable,
 )
-from publisher.tools.objects import Objects
-from publisher.tools.source import Capture
-from publisher.tools.start import Start, parse_start
-from publisher.tools.stream import Stream
+from publisher.tools.tail.objects import Objects
+from publisher.tools.tail.stream import Stream
 
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
 PLAIN = painter(colours=False)

@@ -1,4 +1,4 @@
-"""publisher.tools.filters: which events are shown."""
+"""publisher.tools.tail.filters: which events are shown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvevents import (
 from kvevents.follower import Told
 from kvevents.hashing import canonical_hash
 from kvevents.reading import Reading
-from publisher.tools.filters import Filter, parse_filter
+from publisher.tools.tail.filters import Filter, parse_filter
 
 GPU, CPU, DISK, EXTERNAL = StorageMedium
 

@@ -20,12 +20,12 @@ from kvevents.events import KVEventBatch
 from kvevents.frames import JOIN, live_frames, replay_request
 from kvevents.hashing import BlockHash
 from kvevents.message import Channel
-from publisher.tools.prefixes import Prefixes
-from publisher.tools.rates import Lags, Rates
-from publisher.tools.screen import render
+from publisher.tools.fleet.prefixes import Prefixes
+from publisher.tools.fleet.rates import Lags, Rates
+from publisher.tools.fleet.screen import render
+from publisher.tools.fleet.state import Prompt, State
+from publisher.tools.fleet.top import Board, Hot, Row, Snapshot, lines
 from publisher.tools.source import Capture
-from publisher.tools.state import Prompt, State
-from publisher.tools.top import Board, Hot, Row, Snapshot, lines
 
 GPU = StorageMedium.GPU
 

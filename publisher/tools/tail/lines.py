@@ -12,8 +12,8 @@ from kvevents.hashing import canonical_hash
 from kvevents.reading import Reading
 from publisher.checks import shown
 from publisher.tools.colour import Paint
-from publisher.tools.notice import Notice
-from publisher.tools.stream import Stream
+from publisher.tools.tail.notice import Notice
+from publisher.tools.tail.stream import Stream
 
 __all__ = ["Lines", "clock", "printable", "short_hash"]
 

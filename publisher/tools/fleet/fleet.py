@@ -13,7 +13,7 @@ from kvevents.gaps import Lost, Restarted
 from kvevents.hashing import canonical_hash
 from kvevents.message import Channel
 from kvevents.reading import Reading, read
-from publisher.tools.held import Held
+from publisher.tools.fleet.held import Held
 from publisher.tools.source import Capture, Source
 
 __all__ = ["Fleet", "Missing", "Rank", "Worker"]

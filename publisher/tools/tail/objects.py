@@ -8,8 +8,8 @@ import msgspec
 
 from kvevents.events import Event
 from kvevents.reading import Reading
-from publisher.tools.notice import Notice
-from publisher.tools.stream import Stream
+from publisher.tools.tail.notice import Notice
+from publisher.tools.tail.stream import Stream
 
 __all__ = ["Objects", "hash_name"]
 

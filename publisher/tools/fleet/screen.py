@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from publisher.tools.fleet.top import Board, Snapshot, lines
 from publisher.tools.source import Sources
-from publisher.tools.top import Board, Snapshot, lines
 
 __all__ = ["render", "watch"]
 

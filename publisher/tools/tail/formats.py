@@ -8,10 +8,10 @@ from typing import Final
 from kvevents.events import AllBlocksCleared, BlockStored, Event
 from kvevents.reading import Reading
 from publisher.checks import shown
-from publisher.tools.lines import clock, printable, short_hash
-from publisher.tools.notice import Notice
-from publisher.tools.objects import hash_name
-from publisher.tools.stream import Stream
+from publisher.tools.tail.lines import clock, printable, short_hash
+from publisher.tools.tail.notice import Notice
+from publisher.tools.tail.objects import hash_name
+from publisher.tools.tail.stream import Stream
 
 __all__ = ["LETTERS", "Format"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from publisher.tools.stream import Stream
+from publisher.tools.tail.stream import Stream
 
 __all__ = ["footer"]
 

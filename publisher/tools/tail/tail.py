@@ -15,9 +15,11 @@ from kvevents.follower import Arrival, Malformed, Step, Told
 from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.message import Channel
 from kvevents.reading import Reading, read
-from publisher.tools.filters import Filter
-from publisher.tools.lines import Lines
-from publisher.tools.notice import (
+from publisher.tools.source import Capture, Source, Sources
+from publisher.tools.start import Start
+from publisher.tools.tail.filters import Filter
+from publisher.tools.tail.lines import Lines
+from publisher.tools.tail.notice import (
     Notice,
     of_earlier,
     of_finding,
@@ -28,9 +30,7 @@ from publisher.tools.notice import (
     of_skipped,
     of_undecodable,
 )
-from publisher.tools.source import Capture, Source, Sources
-from publisher.tools.start import Start
-from publisher.tools.stream import Entry, Stream, labels_of
+from publisher.tools.tail.stream import Entry, Stream, labels_of
 
 __all__ = ["Limits", "OutputError", "Printer", "Tail", "Writer", "streams_of"]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from kvevents.profile import Counts, Profile
 from publisher.checks import one_line
-from publisher.tools.plot_figure import INK, PAPER, SHADE, duration, svg
+from publisher.tools.captures.plot_figure import INK, PAPER, SHADE, duration, svg
 
 if TYPE_CHECKING:
-    from publisher.tools.plot import Plotted
+    from publisher.tools.captures.plot import Plotted
 
 __all__ = ["page"]
 

@@ -87,8 +87,8 @@ def _read(files: Sequence[Path], warn: Callable[[str], None]) -> list[Plotted]:
 
 
 def _drawn(plotted: Sequence[Plotted], suffix: str) -> bytes:
-    from publisher.tools.plot_figure import png, svg
-    from publisher.tools.plot_page import page
+    from publisher.tools.captures.plot_figure import png, svg
+    from publisher.tools.captures.plot_page import page
 
     match suffix:
         case ".png":

@@ -12,8 +12,8 @@ from kvevents.gaps import Gap
 from kvevents.message import Channel, Message
 from kvevents.reading import Reading
 from publisher.checks import one_line
-from publisher.tools.notice import Notice
 from publisher.tools.source import Capture, Live, Source
+from publisher.tools.tail.notice import Notice
 
 __all__ = ["Entry", "Stream", "labels_of"]
 

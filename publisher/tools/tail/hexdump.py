@@ -8,9 +8,9 @@ import msgspec
 
 from kvevents.frames import live_frames
 from kvevents.reading import Reading
-from publisher.tools.lines import Lines, clock, printable
-from publisher.tools.notice import Notice
-from publisher.tools.stream import Stream
+from publisher.tools.tail.lines import Lines, clock, printable
+from publisher.tools.tail.notice import Notice
+from publisher.tools.tail.stream import Stream
 
 __all__ = ["Hex", "Raw", "hexdump"]
 

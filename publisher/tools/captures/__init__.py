@@ -1,0 +1,1 @@
+"""Captures: `kvevents record`, `play` and `plot`."""

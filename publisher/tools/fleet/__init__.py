@@ -1,0 +1,1 @@
+"""What workers hold and do: `kvevents state` and `kvevents top`."""
