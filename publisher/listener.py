@@ -23,6 +23,7 @@ __all__ = ["Listener", "wait_for"]
 
 _PER_TURN, _BYTES_PER_TURN = 1000, 64 << 20
 _LONGEST_REJOIN_S = 60.0
+_LONGEST_WAIT_S = 1.0
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
@@ -227,13 +228,13 @@ class Listener:
 
 
 def wait_for(listeners: Iterable[Listener], until: float) -> None:
-    """Until something came for one of them, or has to be done, or the monotonic clock is at `until`."""
+    """Until something came for one of them, or has to be done, or the monotonic clock is at `until`; for
+    a second at the most: a signal that comes just before the poll does not end it.
+    """
     poller = zmq.Poller()
     for listener in listeners:
         until = min(until, listener.wake_at)
         for socket in listener.sockets:
             poller.register(socket, zmq.POLLIN)
-    if until == float("inf"):
-        poller.poll()
-    else:
-        poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000))
+    left = min(max(0.0, until - time.monotonic()), _LONGEST_WAIT_S)
+    poller.poll(math.ceil(left * 1000))

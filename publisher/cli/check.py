@@ -20,7 +20,8 @@ from publisher.cli.parsing import (
 )
 
 if TYPE_CHECKING:
-    from publisher.tools.check import Outcome, Report
+    from publisher.tools.check.check import Outcome
+    from publisher.tools.check.report import Report
     from publisher.tools.source import Live, Source
 
 __all__ = ["add_options", "run"]
@@ -96,7 +97,8 @@ def run(options: argparse.Namespace) -> int:
         _refuse_with_consumers(options)
         return lint.run(options)
     from kvevents.check import Verifier
-    from publisher.tools.check import Report, check, read_rules
+    from publisher.tools.check.check import check
+    from publisher.tools.check.report import Report, read_rules
     from publisher.tools.source import Live, Sources
 
     check_limits(options)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
-__all__ = ["Interrupt"]
+__all__ = ["Interrupt", "InterruptCount"]
 
 
 class Interrupt:
@@ -46,3 +48,25 @@ class Interrupt:
         trace: TracebackType | None,
     ) -> None:
         signal.signal(signal.SIGINT, self._before)
+
+
+class InterruptCount:
+    """Counts Ctrl-C instead of being stopped anywhere by it: in the middle of a batch half of it would be
+    known, and the other half taken for a lie.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Any = None
+
+    def _notice(self, *_: object) -> None:
+        self.count += 1
+
+    def __enter__(self) -> InterruptCount:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._notice)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)

@@ -20,8 +20,6 @@ __all__ = ["STDOUT", "Recorded", "record"]
 
 STDOUT = Path("-")
 
-_LONGEST_WAIT_S = 1.0  # Ctrl-C just before a wait does not end it
-
 
 @dataclass(slots=True)
 class Recorded:
@@ -49,8 +47,7 @@ def record(
     with Interrupt() as interrupt, _opened(file) as fd:
         _write(fd, writer.start())
         while not interrupt.came and time.monotonic() < until and recorded.batches != count:
-            at_most = min(until, time.monotonic() + _LONGEST_WAIT_S)
-            interrupt.wait(partial(wait_for, [live.listener], at_most))
+            interrupt.wait(partial(wait_for, [live.listener], until))
             _write(fd, _turn(live, writer, recorded, count))
         _write(fd, writer.close())
         if file != STDOUT:

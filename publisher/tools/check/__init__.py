@@ -1,0 +1,1 @@
+"""`kvevents check`."""
