@@ -67,10 +67,10 @@ class Listener:
         self.behind = False
         """Whether as many messages have waited as may: a gap may be of our own making."""
         self._keys = keys
+        self._curve = check_client_keys(server_key, client_keys)
         for key, address in zip(keys, (endpoint, replay_endpoint), strict=True):
             if address is not None:
                 check_target(key, address)
-        self._curve = check_client_keys(server_key, client_keys)
         self._hwm, self._max_frame = hwm, max_frame
         self._replay_timeout_s = self._rejoin_after_s = replay_timeout_s
         self._replay_deadline = self._rejoin_at = float("inf")
