@@ -252,12 +252,12 @@ class Player:
     def _send(self, frames: list[bytes], *, wait: bool) -> None:
         if self._topic is not None and len(frames) > 1:
             frames = [self._topic, *frames[1:]]
+        self.sent += 1  # before: Ctrl-C may come as soon as it is gone
         if not (wait and self._sent_to_all(frames)):
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
             with contextlib.suppress(zmq.Again):  # as good as a subscriber's full queue
                 self._pub.send_multipart(frames, zmq.NOBLOCK)
             self.dropped += wait
-        self.sent += 1
 
     def _sent_to_all(self, frames: list[bytes]) -> bool:
         """Whether every subscriber had room for it; a second without any is not waited again until there
