@@ -9,15 +9,15 @@ INSTALLED := $(VENV)/installed
 demo: $(INSTALLED)
 	$(BIN)/kvevents demo
 
-# Two at a time: those of the cache compute, those of the sidecar wait. What each says comes at its end.
+# Two at a time, as long as each other: the cache with what looks at streams, and the sidecar. What each says comes at its end.
 test: check
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-cache test-sidecar
 
 test-cache: $(INSTALLED)
-	$(BIN)/pytest -o cache_dir=.pytest_cache/cache tests/kvevents tests/hicache
+	$(BIN)/pytest -o cache_dir=.pytest_cache/cache tests/hicache tests/tools
 
 test-sidecar: $(INSTALLED)
-	$(BIN)/pytest -o cache_dir=.pytest_cache/sidecar --ignore=tests/kvevents --ignore=tests/hicache --ignore=tests/interop
+	$(BIN)/pytest -o cache_dir=.pytest_cache/sidecar --ignore=tests/hicache --ignore=tests/tools --ignore=tests/interop
 
 # Against the real consumers and engines, each in an environment of its own below KVEVENTS_INTEROP_HOME.
 # Those that cannot be installed are skipped. Writes the table of docs/consumers.md.

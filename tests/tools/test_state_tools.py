@@ -13,11 +13,12 @@ from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, Namespa
 from kvevents.capture import CaptureHead, capture_start, pack_message
 from kvevents.frames import live_frames
 from kvevents.message import Channel
-from publisher.tools.columns import Cell, Column, lay_out, printable, short_number
+from publisher.tools.columns import Cell, Column, lay_out, short_number
 from publisher.tools.fleet.fleet import Fleet, Rank, Worker
 from publisher.tools.fleet.held import Held, HeldBlock, score
 from publisher.tools.fleet.prompt import parse_tokens
 from publisher.tools.source import Capture
+from publisher.tools.text import printable
 
 GPU, CPU, DISK = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK
 
