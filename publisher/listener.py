@@ -9,13 +9,13 @@ import math
 import sys
 import time
 from collections.abc import Iterable
-from types import TracebackType
 
 import zmq
 
 from kvevents.follower import Arrival, Follower, Step
 from kvevents.frames import JOIN, replay_request
 from kvevents.message import Channel, Message
+from publisher.closing import Closing
 from publisher.dial import check_client_keys, dial
 from publisher.endpoint import check_target
 
@@ -31,7 +31,7 @@ _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 Socket = zmq.Socket[bytes]
 
 
-class Listener:
+class Listener(Closing):
     """Connects a SUB socket, and asks the `replay_endpoint`, if any, for what is missing.
 
     `start`: what is asked for first, once the SUB socket is connected (None: nothing). A replay of which
@@ -122,17 +122,6 @@ class Listener:
         self._context.destroy(
             linger=0
         )  # a socket that an interrupt has left open would be waited for
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---------------------------------------------------------------------------------- inside
 

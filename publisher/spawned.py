@@ -8,12 +8,12 @@ import os
 import threading
 import weakref
 from pathlib import Path
-from types import TracebackType
 
 from kvevents.records import RecordSource
 from publisher.attendant import Attendant, Respawn, SidecarState
 from publisher.child import serve
 from publisher.client import DEFAULT_RING_BYTES, LinkError, SidecarClient
+from publisher.closing import Closing
 from publisher.config import SidecarConfig, WorkerInfo
 from publisher.door import ABSENT, SLOW
 from publisher.rendezvous import Rendezvous, Taken, private, shared
@@ -24,7 +24,7 @@ _TERM_S = 1.0
 _EXIT_S, _EXIT_TERM_S = 1.2, 0.2  # a process that ends does so within two seconds
 
 
-class Sidecar:
+class Sidecar(Closing):
     """A worker's sidecar, and what looks after it. `client` is the worker's end of the link.
 
     Closed at the interpreter's exit at the latest.
@@ -99,17 +99,6 @@ class Sidecar:
             self.client.close_copies()
         self._attendant.close_copies()
         self._meeting.let_go()
-
-    def __enter__(self) -> Sidecar:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _close_in_children(sidecar: Sidecar) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeAlias
 
 from kvevents.codec import Skipped, decode_batch
@@ -18,6 +17,7 @@ from kvevents.events import KVEventBatch
 from kvevents.follower import Arrival, Malformed, Told
 from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.message import Channel
+from publisher.closing import Closing
 from publisher.listener import Listener, wait_for
 
 __all__ = ["Batch", "Received", "Subscriber", "SubscriberStats", "Undecodable"]
@@ -60,7 +60,7 @@ class SubscriberStats:
     refused: int = 0
 
 
-class Subscriber:
+class Subscriber(Closing):
     """Subscribes to a sink of ours or to an engine's publisher.
 
     Without a `replay_endpoint` it starts with the next live batch, and a gap is a loss. `topic` is a
@@ -129,17 +129,6 @@ class Subscriber:
     def close(self) -> None:
         """Safe to call twice."""
         self._listener.close()
-
-    def __enter__(self) -> Subscriber:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # --------------------------------------------------------------------------------- inside
 

@@ -13,6 +13,7 @@ from publisher.cli.parsing import (
     FINDINGS,
     NO_CONNECTION,
     Parser,
+    add_color,
     add_keys,
     check_count,
     read_keys,
@@ -66,7 +67,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "-o", "--output", choices=("text", "json"), default="text", help="json: a list of findings"
     )
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+    add_color(parser)
     add_keys(parser)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"""\

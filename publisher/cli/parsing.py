@@ -20,6 +20,7 @@ __all__ = [
     "Keys",
     "Parser",
     "Version",
+    "add_color",
     "add_keys",
     "add_limits",
     "add_sources",
@@ -126,6 +127,13 @@ def check_seconds(key: str, value: float | None) -> None:
     """Raises ValueError unless above 0 and at most a day."""
     if value is not None and not 0 < value <= 86_400:
         raise ValueError(f"{key}: {value} is not above 0 and at most 86400")
+
+
+def add_color(parser: argparse._ActionsContainer) -> None:
+    """When to write colours; read by `wants_colour`."""
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="colours (auto)"
+    )
 
 
 # ------------------------------------------------------------------------------------------- keys

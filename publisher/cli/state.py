@@ -9,6 +9,7 @@ from publisher.cli.parsing import (
     FINDINGS,
     NO_CONNECTION,
     Parser,
+    add_color,
     add_sources,
     check_seconds,
     read_keys,
@@ -93,9 +94,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--json", dest="output", action="store_const", const="json", help="the same as -o json"
     )
-    parser.add_argument(
-        "--color", choices=("auto", "always", "never"), default="auto", help="colours (auto)"
-    )
+    add_color(parser)
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
@@ -168,11 +167,12 @@ def _write(state: State, prompt: Prompt | None, options: argparse.Namespace) -> 
     import msgspec
 
     from publisher.tools.colour import painter, wants_colour
+    from publisher.tools.columns import painted
+    from publisher.tools.text import json_text
 
     if options.output == "json":
         document = state.document(prompt, blocks=options.blocks)
-        text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-        print(text.translate(_ESCAPES))
+        print(json_text(msgspec.json.format(msgspec.json.encode(document), indent=2)))
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     paint = painter(colours=wants_colour(options.color, sys.stdout, os.environ))
@@ -181,12 +181,8 @@ def _write(state: State, prompt: Prompt | None, options: argparse.Namespace) -> 
         tables.append([[], *state.overlap_table(prompt, width)])
     for table in tables:
         for line in table:
-            print("".join(paint(text, style) for text, style in line).rstrip())
+            print(painted(line, paint))
     if options.blocks:
         print()
         for told in state.block_lines(prompt):
             print(told)
-
-
-_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
-"""Controls and line ends that JSON leaves as they are; outside its strings there are none."""

@@ -14,6 +14,7 @@ from publisher.cli.parsing import (
     NO_CONNECTION,
     USAGE,
     Parser,
+    add_color,
     add_sources,
     check_count,
     check_seconds,
@@ -117,7 +118,7 @@ def _add_output(parser: Parser) -> None:
         help="more of each event: all hashes, topic, lag, first tokens; notes; -vv: all tokens",
     )
     how.add_argument("-q", "--quiet", action="store_true", help="no summary at the end")
-    how.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+    add_color(how)
     how.add_argument("--no-check", action="store_true", help="do not look for contradictions")
     how.add_argument(
         "--strict", action="store_true", help=f"exit code {FINDINGS} when something is wrong"

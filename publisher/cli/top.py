@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from publisher.cli.parsing import (
     NO_CONNECTION,
     Parser,
+    add_color,
     add_sources,
     check_seconds,
     read_keys,
@@ -76,9 +77,7 @@ def add_options(parser: Parser) -> None:
         help="show it anew so often (1)",
     )
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
-    parser.add_argument(
-        "--color", choices=("auto", "always", "never"), default="auto", help="colours (auto)"
-    )
+    add_color(parser)
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
@@ -146,6 +145,7 @@ def _write(board: Board, options: argparse.Namespace, *, colours: bool) -> None:
     import msgspec
 
     from publisher.tools.colour import painter
+    from publisher.tools.columns import painted
     from publisher.tools.fleet.top import lines
 
     snapshot = board.snapshot()
@@ -155,4 +155,4 @@ def _write(board: Board, options: argparse.Namespace, *, colours: bool) -> None:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     paint = painter(colours=colours)
     for line in lines(snapshot, width):
-        print("".join(paint(text, style) for text, style in line).rstrip())
+        print(painted(line, paint))

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Cell", "Column", "Line", "lay_out", "printable", "short_number"]
+from publisher.tools.colour import Paint
+
+__all__ = ["Cell", "Column", "Line", "lay_out", "painted", "short_number"]
 
 _GAP = 2
 _INDENT = 2
@@ -105,11 +107,9 @@ def _cut(text: str, width: int) -> str:
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
-def printable(text: str) -> str:
-    """`text` with what a terminal might obey written out."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+def painted(line: Line, paint: Paint) -> str:
+    """A line as it is written."""
+    return "".join(paint(text, style) for text, style in line).rstrip()
 
 
 def short_number(value: float) -> str:

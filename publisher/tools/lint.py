@@ -13,6 +13,7 @@ import msgspec
 from kvevents.lint import CONSUMERS, Consumer, Finding, Lint
 from kvevents.message import Channel, Message
 from publisher.checks import one_line
+from publisher.tools.repeats import Repeats
 from publisher.tools.source import Capture, Live, Source, Sources
 
 __all__ = ["Linted", "Outcome", "Report", "lint", "read_consumers"]
@@ -32,15 +33,6 @@ def read_consumers(text: str | None) -> list[Consumer]:
     return [CONSUMERS[name] for name in names]
 
 
-@dataclass(slots=True)
-class _Repeated:
-    """Findings of one kind. `count`: all of them."""
-
-    first: Finding
-    count: int = 1
-    last_seq: int | None = None
-
-
 class Report:
     """Findings of one source as lines.
 
@@ -52,33 +44,26 @@ class Report:
     ) -> None:
         self._write, self._source = write, one_line(source)
         self._as_json, self._verbose = as_json, verbose
-        self._kinds: dict[tuple[str, str], _Repeated] = {}
+        self._kinds = Repeats[Finding]()
 
     @property
     def findings(self) -> int:
         """How many there were."""
-        return sum(kind.count for kind in self._kinds.values())
+        return sum(kind.count for kind in self._kinds)
 
     def take(self, findings: Sequence[Finding]) -> None:
         """Findings about one message."""
         for finding in findings:
-            key = finding.consumer, finding.rule
-            kind = self._kinds.get(key)
-            if kind is None:
-                self._kinds[key] = _Repeated(finding, last_seq=finding.seq)
-            else:
-                kind.count += 1
-                kind.last_seq = finding.seq
-            if kind is None or self._verbose:
+            if self._kinds.take((finding.consumer, finding.rule), finding) or self._verbose:
                 self._line(str(finding), {"type": "finding", **_plain(finding)})
 
     def close(self, lint: Lint) -> None:
         """What came more than once, and what became of each consumer."""
-        for kind in self._kinds.values():
+        for kind in self._kinds:
             if kind.count > 1 and not self._verbose:
-                more = {"count": kind.count, "last_seq": kind.last_seq}
+                more = {"count": kind.count, "last_seq": kind.last.seq}
                 what = f"{kind.first.consumer} {kind.first.rule}, {kind.first.where}"
-                text = f"{kind.count} times to {kind.last_seq}: {what}"
+                text = f"{kind.count} times to {kind.last.seq}: {what}"
                 self._line(text, {"type": "repeated", **_plain(kind.first), **more})
         for tally in lint.tallies:
             told = {

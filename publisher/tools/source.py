@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from kvevents.capture import CaptureHead, CaptureReader
 from kvevents.errors import KVEventsError
@@ -17,6 +16,7 @@ from kvevents.follower import Arrival, Follower, Step
 from kvevents.frames import JOIN
 from kvevents.message import Message
 from publisher.checks import one_line, shown
+from publisher.closing import Closing
 from publisher.listener import Listener, wait_for
 
 __all__ = ["Address", "Capture", "Live", "Source", "Sources", "parse_sources"]
@@ -77,7 +77,7 @@ def _short(endpoint: str) -> str:
     return endpoint.removeprefix("tcp://").removeprefix("ipc://")
 
 
-class Live:
+class Live(Closing):
     """A publisher that is listened to. `start`: what is asked for first, where there are replays. `hwm`:
     messages that may wait for us.
     """
@@ -132,17 +132,6 @@ class Live:
     def close(self) -> None:
         """Safe to call twice."""
         self.listener.close()
-
-    def __enter__(self) -> Live:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Capture:
@@ -237,7 +226,7 @@ def _named(capture: Capture) -> Iterator[tuple[Source, Step]]:
         yield capture, step
 
 
-class Sources:
+class Sources(Closing):
     """Several of them at once: captures first, merged by the time of their messages, then what is live.
 
     `live`: settings of `Live`. Raises ValueError for an address that cannot be connected to.
@@ -318,14 +307,3 @@ class Sources:
     def close(self) -> None:
         """Safe to call twice."""
         self._stack.close()
-
-    def __enter__(self) -> Sources:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

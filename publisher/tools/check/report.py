@@ -11,6 +11,7 @@ import msgspec
 
 from kvevents.check import RULES, Checker, Finding, Place, Verifier
 from publisher.checks import one_line, shown
+from publisher.tools.repeats import Repeats
 
 __all__ = ["Compared", "Report", "number", "read_rules"]
 
@@ -45,15 +46,6 @@ class Compared:
         return "a new subscriber is told something else"
 
 
-@dataclass(slots=True)
-class _Repeated:
-    """Findings of one kind. `count`: all of them."""
-
-    first: Finding
-    count: int = 1
-    last: Place = Place(0)  # noqa: RUF009  # it cannot be changed
-
-
 class Report:
     """Findings of one source as lines, and what they come to.
 
@@ -74,7 +66,7 @@ class Report:
     ) -> None:
         self._write, self._source, self._several = write, one_line(source), several
         self._as_json, self._verbose, self._allowed = as_json, verbose, allowed
-        self._kinds: dict[tuple[str, str], _Repeated] = {}
+        self._kinds = Repeats[Finding]()
 
     @property
     def violations(self) -> int:
@@ -87,30 +79,23 @@ class Report:
         return sum(self._count("note").values())
 
     def _count(self, severity: str) -> Counter[str]:
-        found = {rule: one.count for (rule, kind), one in self._kinds.items() if kind == severity}
-        return Counter(found)
+        kinds = (one for one in self._kinds if one.first.severity == severity)
+        return Counter({one.first.rule: one.count for one in kinds})
 
     def take(self, findings: Sequence[Finding]) -> None:
         """Findings about one message."""
         for finding in findings:
             if finding.rule in self._allowed:
                 continue
-            key = finding.rule, finding.severity
-            kind = self._kinds.get(key)
-            if kind is None:
-                self._kinds[key] = _Repeated(finding, last=finding.place)
-            else:
-                kind.count += 1
-                kind.last = finding.place
-            if kind is None or self._verbose:
+            if self._kinds.take((finding.rule, finding.severity), finding) or self._verbose:
                 self._line(_text(finding), {"type": "finding", **_plain(finding)})
 
     def close(self, checker: Checker, compared: Compared | None) -> None:
         """What came more than once, and what it comes to."""
-        for (rule, _), kind in self._kinds.items():
+        for kind in self._kinds:
             if kind.count > 1 and not self._verbose:
-                more = {"count": kind.count, "last_seq": str(kind.last.seq)}
-                text = f"{kind.count:,} times to {kind.last}: {rule}"
+                more = {"count": kind.count, "last_seq": str(kind.last.place.seq)}
+                text = f"{kind.count:,} times to {kind.last.place}: {kind.first.rule}"
                 self._line(text, {"type": "repeated", **_plain(kind.first), **more})
         if self._as_json:
             self._object(self._summary(checker, compared))

@@ -23,10 +23,11 @@ from typing import Any
 from kvevents.events import StorageMedium
 from kvevents.namespace import Namespace
 from kvevents.tokens import TokenBytes, TokenIds
-from publisher.tools.columns import Cell, Column, Line, lay_out, printable
+from publisher.tools.columns import Cell, Column, Line, lay_out
 from publisher.tools.fleet.fleet import Fleet, Rank, Worker
 from publisher.tools.fleet.held import HeldBlock, Scored, called, media_of, score
 from publisher.tools.source import Sources
+from publisher.tools.text import printable
 
 __all__ = ["Prompt", "State", "gather"]
 

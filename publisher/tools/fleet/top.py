@@ -15,12 +15,13 @@ from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.hashing import BlockHash
 from kvevents.index import Block, BlockIndex
 from kvevents.message import Channel
-from publisher.tools.columns import Cell, Column, Line, lay_out, printable, short_number
+from publisher.tools.columns import Cell, Column, Line, lay_out, short_number
 from publisher.tools.fleet.fleet import Fleet, Rank, Worker
 from publisher.tools.fleet.held import Held
 from publisher.tools.fleet.prefixes import Prefix, Prefixes
 from publisher.tools.fleet.rates import Lags, Rates
 from publisher.tools.source import Capture, Source
+from publisher.tools.text import printable
 
 __all__ = ["Board", "Hot", "Row", "Snapshot", "lines"]
 

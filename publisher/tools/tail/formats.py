@@ -8,10 +8,11 @@ from typing import Final
 from kvevents.events import AllBlocksCleared, BlockStored, Event
 from kvevents.reading import Reading
 from publisher.checks import shown
-from publisher.tools.tail.lines import clock, printable, short_hash
+from publisher.tools.tail.lines import clock, short_hash
 from publisher.tools.tail.notice import Notice
 from publisher.tools.tail.objects import hash_name
 from publisher.tools.tail.stream import Stream
+from publisher.tools.text import printable
 
 __all__ = ["LETTERS", "Format"]
 

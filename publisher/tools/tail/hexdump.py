@@ -8,9 +8,10 @@ import msgspec
 
 from kvevents.frames import live_frames
 from kvevents.reading import Reading
-from publisher.tools.tail.lines import Lines, clock, printable
+from publisher.tools.tail.lines import Lines, clock
 from publisher.tools.tail.notice import Notice
 from publisher.tools.tail.stream import Stream
+from publisher.tools.text import printable
 
 __all__ = ["Hex", "Raw", "hexdump"]
 

@@ -14,8 +14,9 @@ from publisher.checks import shown
 from publisher.tools.colour import Paint
 from publisher.tools.tail.notice import Notice
 from publisher.tools.tail.stream import Stream
+from publisher.tools.text import printable
 
-__all__ = ["Lines", "clock", "printable", "short_hash"]
+__all__ = ["Lines", "clock", "short_hash"]
 
 _BITS = 2**64 - 1
 _MEDIA = {
@@ -156,13 +157,6 @@ def short_hash(value: int | bytes) -> str:
     if type(value) is not int:
         value = canonical_hash(value)
     return f"{(value & _BITS) >> 16:012x}"
-
-
-def printable(text: str) -> str:
-    """`text` with escapes for what moves a cursor, changes a colour, or starts a line."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def clock(ts: float) -> str:

@@ -10,11 +10,9 @@ from kvevents.events import Event
 from kvevents.reading import Reading
 from publisher.tools.tail.notice import Notice
 from publisher.tools.tail.stream import Stream
+from publisher.tools.text import json_text
 
 __all__ = ["Objects", "hash_name"]
-
-_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
-"""Controls and line ends that JSON leaves as they are; outside its strings there are none."""
 
 _MAX_DEPTH = 32
 
@@ -78,7 +76,7 @@ def _line(fields: dict[str, Any]) -> str:
         data = _encode(fields)
     except (TypeError, ValueError, RecursionError, OverflowError):  # an engine's own extra keys
         data = _encode({name: _plain(value, 0) for name, value in fields.items()})
-    return data.decode().translate(_ESCAPES) + "\n"
+    return json_text(data) + "\n"
 
 
 def _plain(value: object, depth: int) -> object:
