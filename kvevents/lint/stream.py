@@ -194,8 +194,9 @@ class Lint:
                     mine += self._order_findings(
                         consumer, consumer.replays, seq, payload, cleared=_cleared(batch)
                     )
-            if not end and payload:
+            if not end:
                 follower.tally.take(batch)
+            if not end and payload:
                 mine += findings_of(consumer, follower.memory, seq, payload, batch)
                 if consumer.replays is not None and seq is not None:
                     follower.last = seq

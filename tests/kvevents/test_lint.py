@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kvevents_data import Golden, frames, golden
 
@@ -708,6 +708,14 @@ payloads = st.one_of(
 )
 
 
+@example(
+    messages=[
+        ("live", live_frames(b"", 0, b"\0")),
+        ("answer", live_frames(b"", 0, b"")),
+        ("live", live_frames(b"", 0, b"")),
+    ],
+    replay=False,
+)
 @given(
     messages=st.lists(
         st.tuples(

@@ -355,8 +355,8 @@ def test_a_replay_client_that_reads_nothing_does_not_stall_it(tmp_path: Path) ->
         lazy.connect(replay)
         lazy.send_multipart(replay_request(0))
         assert lazy.poll(int(PATIENCE_S * 1000))
-        assert len(replay_of(replay, replay_request(JOIN))) == 303
         assert take(sub, 2) == [live(300)[1], live(301)[1]]
+        assert len(replay_of(replay, replay_request(JOIN))) == 303
     context.term()
 
 
