@@ -775,6 +775,7 @@ def test_any_dialect_is_read_and_named() -> None:
             endpoint=LOOPBACK,
             replay_endpoint=LOOPBACK,
             heartbeat_s=3600.0,
+            tells_joiners=False,  # mooncake-store leaves a seq out before: a gap, should it come late
         )
         for name in forms
     )
@@ -788,7 +789,7 @@ def test_any_dialect_is_read_and_named() -> None:
             code, out, said = tail(
                 f"{bound.endpoint},{bound.replay_endpoint}", "--exit-at-end", "--strict"
             )
-            assert code == 0
+            assert code == 0, (bound.name, out, said)
             assert form in said and more in said
             assert out.count(" stored ") >= stores
             assert " cleared" in out
