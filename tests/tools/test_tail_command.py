@@ -789,7 +789,7 @@ def test_any_dialect_is_read_and_named() -> None:
             code, out, said = tail(
                 f"{bound.endpoint},{bound.replay_endpoint}", "--exit-at-end", "--strict"
             )
-            assert code == 0, (bound.name, out, said)
+            assert code == 0, (form, out, said)
             assert form in said and more in said
             assert out.count(" stored ") >= stores
             assert " cleared" in out
