@@ -11,7 +11,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from core_rig import BLOCK_SIZE, StoryWorker
+from core_rig import BLOCK_SIZE, StoryWorker, Truth
 from publisher_link_rig import until, worker_running
 from publisher_rig import (
     PATIENCE_S,
@@ -495,7 +495,12 @@ def test_a_relay_is_taken_up_where_it_was(tmp_path: Path) -> None:
     with Engine() as engine, Recorder(bound) as recorder:
 
         def say(count: int) -> None:
-            for _ in range(count):
+            """As many changes, and on until what is held was never held before: `follow` must not be
+            done with one that came earlier.
+            """
+            before: list[Truth] = []
+            while len(before) < count or story.truth in before:
+                before.append(story.truth)
                 story.step()
                 engine.publish(story.messages.pop().body)
 
