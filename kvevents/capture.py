@@ -54,6 +54,7 @@ class CaptureHead(msgspec.Struct, frozen=True, kw_only=True):
 _encode = msgspec.msgpack.Encoder().encode
 _decode_head = msgspec.msgpack.Decoder(CaptureHead).decode
 _decode_message = msgspec.msgpack.Decoder(Message).decode
+_decode_any_message = msgspec.msgpack.Decoder(tuple[int, int, list[bytes]]).decode
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
@@ -229,8 +230,18 @@ class CaptureReader:
                 return None
             return _decode_message(body)
         except _UNREADABLE:
-            self.damaged = "a record that is not understood"
+            if not _is_of_another_channel(body):
+                self.damaged = "a record that is not understood"
             return None
+
+
+def _is_of_another_channel(body: bytes) -> bool:
+    """Whether it is a message, of a channel that a later writer knows."""
+    try:
+        channel = _decode_any_message(body)[1]
+    except _UNREADABLE:
+        return False
+    return channel > max(Channel)
 
 
 def _is_whole(body: bytearray) -> bool:

@@ -216,11 +216,30 @@ def _decode_leniently(payload: bytes) -> Decoded:
     return Decoded(KVEventBatch(float(ts), kept, rank), tuple(skipped))
 
 
+_LEAST_EVENT_BYTES = 16
+"""No event there is takes less: ["AllBlocksCleared"] is 18."""
+
+_MAX_SMALL = 1000
+"""So many elements may be smaller."""
+
+
 def _elements(data: bytes | msgspec.Raw, path: str) -> list[msgspec.Raw]:
+    """Each would cost some hundred bytes, so a crowd of what can be no event is refused as a whole."""
+    size, count = len(memoryview(data)), _length(bytes(memoryview(data)[:5]))
+    most = _MAX_SMALL + size // _LEAST_EVENT_BYTES
+    if count > most:
+        raise KVEventsError(f"{path}: {count} elements in {size} bytes are above {most}")
     try:
         return _split(data)
     except _UNREADABLE as error:
         raise KVEventsError(f"{path}: {error}") from error
+
+
+def _length(data: bytes) -> int:
+    """Of a large array, by its first five bytes; 0 for anything else."""
+    if data[:1] == b"\xdc":
+        return int.from_bytes(data[1:3], "big")
+    return int.from_bytes(data[1:5], "big") if data[:1] == b"\xdd" else 0
 
 
 def _plain(data: msgspec.Raw, path: str) -> Any:

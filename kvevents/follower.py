@@ -13,12 +13,13 @@ from typing import NamedTuple, TypeAlias
 
 from kvevents.errors import KVEventsError
 from kvevents.frames import JOIN, End, parse_live, parse_replay_answer
-from kvevents.gaps import Action, Ask, Deliver, Gap, GapTracker, Lost, Restarted
+from kvevents.gaps import MAX_HELD_BYTES, Action, Ask, Deliver, Gap, GapTracker, Lost, Restarted
 from kvevents.message import Channel, Message
 
 __all__ = ["Arrival", "Follower", "Malformed", "Step", "Told"]
 
 _SEQ_BYTES = 8
+_MAX_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,17 @@ class _Payload:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Payload) and self.data == other.data
 
+    def __len__(self) -> int:
+        return len(self.data) + len(self.topic)
+
     __hash__ = None  # type: ignore[assignment]
 
 
 class Follower:
-    """One stream. `can_replay`, `attempts`, `max_held`: see `GapTracker`.
+    """One stream. `can_replay`, `attempts`, `max_held`, `max_held_bytes`: see `GapTracker`.
 
-    `start`: what to ask for first; None: nothing, it begins with what comes live.
+    `start`: what to ask for first; None: nothing, it begins with what comes live. `topic`: what the
+    topics of what is followed begin with; an answer of another is another stream's, and as good as none.
     """
 
     def __init__(
@@ -75,13 +80,20 @@ class Follower:
         *,
         can_replay: bool,
         start: int | None = JOIN,
+        topic: bytes = b"",
         attempts: int = 3,
         max_held: int = 100_000,
+        max_held_bytes: int = MAX_HELD_BYTES,
     ) -> None:
         self._tracker = GapTracker[_Payload](
-            can_replay=can_replay, attempts=attempts, max_held=max_held
+            can_replay=can_replay,
+            attempts=attempts,
+            max_held=max_held,
+            max_held_bytes=max_held_bytes,
         )
-        self._can_replay = can_replay
+        self._can_replay, self._topic = can_replay, topic
+        self.behind = False
+        """Whether what is missing may be a loss of our own (`Channel.BEHIND`)."""
         self._connections = 0
         self.asking: int | None = None
         """The start of the request that is to be made now."""
@@ -104,6 +116,16 @@ class Follower:
         return self._tracker.diverged
 
     @property
+    def held(self) -> int:
+        """How many batches wait for the replay under way."""
+        return self._tracker.held
+
+    @property
+    def ahead(self) -> int:
+        """By how many seqs the replays are ahead of what came live: see `GapTracker`."""
+        return self._tracker.ahead
+
+    @property
     def connections(self) -> int:
         """How many were made so far."""
         return self._connections
@@ -123,6 +145,8 @@ class Follower:
                 self._connections += 1
                 if self._connections > 1:
                     return self._act(self._tracker.reconnected())
+            case Channel.BEHIND | Channel.ABREAST:
+                self.behind = message.channel == Channel.BEHIND
         return []
 
     def rejoin(self) -> list[Arrival]:
@@ -157,6 +181,11 @@ class Follower:
             return [Malformed(message, str(error)), *self._act(self._tracker.failed())]
         if isinstance(answer, End):
             return self._act(self._tracker.end())
+        if answer.topic and not answer.topic.startswith(self._topic):
+            reason = (
+                f"replay answer: its topic is {_shown(answer.topic)}, not {_shown(self._topic)}"
+            )
+            return [Malformed(message, reason), *self._act(self._tracker.failed())]
         payload = _Payload(answer.payload, answer.topic, message.at_ns)
         return self._act(self._tracker.replayed(answer.seq, payload))
 
@@ -193,3 +222,7 @@ class Follower:
         if not self._tracker.recovering:
             self.asking = None
         return arrivals
+
+
+def _shown(topic: bytes) -> str:
+    return repr(topic[:_MAX_SHOWN].decode(errors="backslashreplace"))

@@ -78,10 +78,7 @@ def parse_live(frames: Sequence[bytes]) -> Frame:
     """Raises KVEventsError unless there are three frames and a seq of 8 bytes, at most `MAX_SEQ`."""
     if len(frames) != 3:
         raise KVEventsError(f"live message: {len(frames)} frames, not 3")
-    seq = _seq(frames[1])
-    if seq > MAX_SEQ:
-        raise KVEventsError(f"seq: {seq} is above {MAX_SEQ}")
-    return Frame(frames[0], seq, frames[2])
+    return Frame(frames[0], _batch_seq(frames[1]), frames[2])
 
 
 def replay_request(start: int) -> list[bytes]:
@@ -122,7 +119,7 @@ def _answer(topic: bytes | None, seq: bytes, payload: bytes, *, delimited: bool)
 def parse_replay_answer(frames: Sequence[bytes]) -> Frame | End:
     """`frames` without the identity, with or without the delimiter and the topic frame.
 
-    Raises KVEventsError for anything else.
+    Raises KVEventsError for anything else, and for a seq above `MAX_SEQ` that is not the end's.
     """
     match list(frames):
         case [b"", topic, seq, payload]:
@@ -133,7 +130,14 @@ def parse_replay_answer(frames: Sequence[bytes]) -> Frame | End:
             raise KVEventsError(f"replay answer: {len(frames)} frames, not 3 or 4")
     if seq == _END_SEQ or not payload:
         return END
-    return Frame(topic, _seq(seq), payload)
+    return Frame(topic, _batch_seq(seq), payload)
+
+
+def _batch_seq(raw: bytes) -> int:
+    seq = _seq(raw)
+    if seq > MAX_SEQ:
+        raise KVEventsError(f"seq: {seq} is above {MAX_SEQ}")
+    return seq
 
 
 def _seq(raw: bytes) -> int:

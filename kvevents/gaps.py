@@ -5,7 +5,7 @@ No I/O: feed it what arrived and do what it says.
 G1  Delivered seqs ascend, each once, without a hole that `Lost` did not report; only the answer to a
     JOIN may begin anywhere, since it begins with AllBlocksCleared.
 G2  A hole is asked for before it is given up. What arrives meanwhile is held, at most `max_held`
-    frames; beyond that the oldest go, and are asked for again.
+    frames and `max_held_bytes`; beyond that the oldest go, and are asked for again.
 G3  The live stream going back to a seq it had already sent means that the publisher started over. A
     new connection may mean it too, although the seq has gone on: `reconnected` asks for the mark, a
     batch that was delivered, and what follows. If that batch is another one there, or gone, so is the
@@ -18,16 +18,21 @@ G4  After a hole was given up, or the question of G3, the tracker is `diverged`,
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from kvevents.frames import JOIN
 
-__all__ = ["Action", "Ask", "Deliver", "Gap", "GapTracker", "Lost", "Restarted"]
+__all__ = ["MAX_HELD_BYTES", "Action", "Ask", "Deliver", "Gap", "GapTracker", "Lost", "Restarted"]
 
+MAX_HELD_BYTES: Final = 256 << 20
 
-P = TypeVar("P")
-"""A payload: anything that tells by == whether it says the same as another."""
+_FRAME_BYTES = 256
+"""What holding a frame takes besides its payload."""
+
+P = TypeVar("P", bound=Sized)
+"""A payload: anything that tells by == whether it says the same as another, and its bytes by len."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +77,68 @@ class Restarted:
 Action: TypeAlias = Deliver[P] | Ask | Gap | Lost | Restarted
 
 
+class _Held(Generic[P]):
+    """The newest frames that came while a replay is under way, oldest first. One is always kept."""
+
+    def __init__(self, max_frames: int, max_bytes: int) -> None:
+        self._max_frames, self._max_bytes = max_frames, max_bytes
+        self._frames: deque[tuple[int, P]] = deque()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    @property
+    def first(self) -> int | None:
+        """The oldest one's seq."""
+        return self._frames[0][0] if self._frames else None
+
+    def append(self, seq: int, payload: P) -> None:
+        """Beyond the bounds the oldest go."""
+        self._frames.append((seq, payload))
+        self.num_bytes += len(payload) + _FRAME_BYTES
+        while len(self._frames) > self._max_frames or (
+            self.num_bytes > self._max_bytes and len(self._frames) > 1
+        ):
+            self.popleft()
+
+    def popleft(self) -> tuple[int, P]:
+        seq, payload = self._frames.popleft()
+        self.num_bytes -= len(payload) + _FRAME_BYTES
+        return seq, payload
+
+    def last_first(self) -> None:
+        """The newest is the oldest again."""
+        self._frames.rotate(1)
+
+    def clear(self) -> None:
+        self._frames.clear()
+        self.num_bytes = 0
+
+
 class GapTracker(Generic[P]):
     """One stream's tracker. `can_replay`: there is a replay endpoint to ask.
 
     `attempts`: how often one replay is asked for before it is given up.
     """
 
-    def __init__(self, *, can_replay: bool, max_held: int = 100_000, attempts: int = 3) -> None:
-        if max_held < 1:
-            raise ValueError(f"max_held: {max_held} is below 1")
-        if attempts < 1:
-            raise ValueError(f"attempts: {attempts} is below 1")
+    def __init__(
+        self,
+        *,
+        can_replay: bool,
+        max_held: int = 100_000,
+        max_held_bytes: int = MAX_HELD_BYTES,
+        attempts: int = 3,
+    ) -> None:
+        for name, value in (
+            ("max_held", max_held),
+            ("max_held_bytes", max_held_bytes),
+            ("attempts", attempts),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}: {value} is below 1")
         self._can_replay, self._attempts = can_replay, attempts
-        self._held: deque[tuple[int, P]] = deque(maxlen=max_held)
+        self._held = _Held[P](max_held, max_held_bytes)
         self._expected: int | None = None
         """The next seq to deliver; None before anything is known of the stream."""
         self._live_last = -1
@@ -121,6 +175,20 @@ class GapTracker(Generic[P]):
     def recovering(self) -> bool:
         """Whether a replay is under way."""
         return self._asked is not None
+
+    @property
+    def held(self) -> int:
+        """How many frames wait for the replay under way."""
+        return len(self._held)
+
+    @property
+    def ahead(self) -> int:
+        """By how many seqs what was delivered is ahead of the newest live frame; 0 before the first one.
+        That lasts only where the answers were another stream's.
+        """
+        if self._expected is None or self._live_last < 0:
+            return 0
+        return max(0, self._expected - 1 - self._live_last)
 
     def start(self, at: int = JOIN) -> list[Action[P]]:
         """Join the stream: ask for the state now, or for what follows `at`."""
@@ -159,7 +227,7 @@ class GapTracker(Generic[P]):
             return self._restart(seq, payload)
         self._live_last = seq
         if self.recovering:
-            self._held.append((seq, payload))
+            self._held.append(seq, payload)
             return []
         return self._next(seq, payload)
 
@@ -178,7 +246,7 @@ class GapTracker(Generic[P]):
             return []
         self._answers += 1
         actions: list[Action[P]] = []
-        while self._held and self._held[0][0] < seq:  # the log has dropped what came live
+        while (first := self._held.first) is not None and first < seq:  # the log has dropped it
             early, text = self._held.popleft()
             if early >= expected:
                 actions += [*_lost(expected, early), self._deliver(early, text, replayed=False)]
@@ -275,7 +343,7 @@ class GapTracker(Generic[P]):
             return [self._deliver(seq, payload, replayed=False)]
         gap = Gap(self._expected, seq - self._expected)
         if self._can_replay:
-            self._held.append((seq, payload))
+            self._held.append(seq, payload)
             return [gap, self._ask(self._expected)]
         return [gap, Lost(gap.first, gap.count), self._deliver(seq, payload, replayed=False)]
 
@@ -293,7 +361,7 @@ class GapTracker(Generic[P]):
             step = self._next(seq, payload)
             actions += step
             if self.recovering:  # the frame went back to the end of what is held
-                self._held.rotate(1)
+                self._held.last_first()
                 return actions
         return actions
 
@@ -301,7 +369,7 @@ class GapTracker(Generic[P]):
         self._forget()
         self._live_last, self._same_run = seq, True
         if self._can_replay:
-            self._held.append((seq, payload))
+            self._held.append(seq, payload)
             return [Restarted(seq), self._ask(JOIN)]
         return [Restarted(seq), *self._next(seq, payload)]
 

@@ -28,6 +28,12 @@ class Channel(IntEnum):
     """From nobody: it is not any more."""
     REFUSED = 6
     """From nobody: the other side has no CURVE, or does not want our key, and is not tried again."""
+    BEHIND = 7
+    """From nobody: we read more slowly than it publishes, or did not read for a while. Until `ABREAST`,
+    what is missing may be our own loss.
+    """
+    ABREAST = 8
+    """From nobody: that is over."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):

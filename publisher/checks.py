@@ -26,7 +26,11 @@ NONE = "none"
 _TEXT_BYTES = 4096
 _SHOWN = 120
 _INT64 = 2**63 - 1
-_NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+_NOT_SHOWN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
+    r"\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]+"
+)
+"""Controls, line ends, what turns or hides text, and halves of characters."""
 
 
 class ConfigError(ValueError):
@@ -43,7 +47,7 @@ def shown(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` without what would break a line of a log or a terminal."""
+    """`text` without what would break a line of a log or a terminal, or show another than it is."""
     return _NOT_SHOWN.sub(" ", text)
 
 

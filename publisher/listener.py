@@ -24,6 +24,8 @@ __all__ = ["Listener", "wait_for"]
 _PER_TURN, _BYTES_PER_TURN = 1000, 64 << 20
 _LONGEST_REJOIN_S = 60.0
 _LONGEST_WAIT_S = 1.0
+_AWAY_S = 1.5
+"""A pause between two turns in which more may have come than could wait."""
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
@@ -60,12 +62,13 @@ class Listener(Closing):
     ) -> None:
         self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
         self.follower = Follower(
-            can_replay=replay_endpoint is not None, start=start, attempts=attempts
+            can_replay=replay_endpoint is not None,
+            start=start,
+            topic=topic.encode(),
+            attempts=attempts,
         )
         self.connected = False
         """Whether the publisher is there, as of the last `turn`."""
-        self.behind = False
-        """Whether as many messages have waited as may: a gap may be of our own making."""
         self._keys = keys
         self._curve = check_client_keys(server_key, client_keys)
         for key, address in zip(keys, (endpoint, replay_endpoint), strict=True):
@@ -74,8 +77,13 @@ class Listener(Closing):
         self._hwm, self._max_frame = hwm, max_frame
         self._replay_timeout_s = self._rejoin_after_s = replay_timeout_s
         self._replay_deadline = self._rejoin_at = float("inf")
+        self._heard_at = self._turned_at = time.monotonic()
+        self._excused = False
+        """Whether the replay under way was given its time anew, since we were away."""
         self._unbroken = 0
         """Messages taken since none was waiting."""
+        self._drained = True
+        self._abreast_at = 0.0
         self._context = zmq.Context[Socket]()
         self._dealer: Socket | None = None
         self._sub = self._context.socket(zmq.SUB)
@@ -100,17 +108,30 @@ class Listener(Closing):
         """When, by the monotonic clock, `turn` has something to do even if nothing comes."""
         return self._rejoin_at if self._dealer is None else self._replay_deadline
 
+    @property
+    def unanswered_s(self) -> float:
+        """For how long nothing has come of the replay under way; 0.0 if none is."""
+        return 0.0 if self._dealer is None else time.monotonic() - self._heard_at
+
     def turn(self) -> list[Step]:
-        """What has come, at most some thousands of messages or 64 MiB of each socket; never waits."""
+        """What has come, at most some thousands of messages or 64 MiB of each socket; never waits.
+
+        After more than a second without a turn, or with `hwm` messages at once, `follower.behind` is set
+        for a while: a gap may be of our own making.
+        """
         steps: list[Step] = []
-        self._look_at_clock(steps)
+        now = time.monotonic()
+        away = now - self._turned_at > _AWAY_S
         self._notice_connection(steps)
         if (dealer := self._dealer) is not None:
             self._read_replay(dealer, steps)
+        self._look_at_clock(now, steps, away=away)
         messages = self._read(self._sub)
         self._notice_connection(steps)  # of the connection that they came on
+        self._notice_pace(now, steps, away=away)
         for frames in messages:
             self._take(Channel.LIVE, frames, steps)
+        self._turned_at = time.monotonic()
         return steps
 
     def close(self) -> None:
@@ -125,9 +146,14 @@ class Listener(Closing):
 
     # ---------------------------------------------------------------------------------- inside
 
-    def _look_at_clock(self, steps: list[Step]) -> None:
-        now = time.monotonic()
+    def _look_at_clock(self, now: float, steps: list[Step], *, away: bool) -> None:
+        """After what has come was read: an answer that waited for us is one. While the whole process
+        stood still, none could even come, so there is time for it once more.
+        """
         if self._dealer is not None and now >= self._replay_deadline:
+            if away and not self._excused:
+                self._replay_deadline, self._excused = now + self._replay_timeout_s, True
+                return
             self._take(Channel.OVER, [], steps)
         elif self._dealer is None and now >= self._rejoin_at:
             self._rejoin_at = float("inf")
@@ -144,9 +170,19 @@ class Listener(Closing):
             channel = Channel.CONNECTED if self.connected else Channel.DISCONNECTED
             self._take(channel, [], steps)
 
+    def _notice_pace(self, now: float, steps: list[Step], *, away: bool) -> None:
+        full = 0 < self._hwm <= self._unbroken
+        if away or full or (self.follower.behind and not self._drained):
+            self._abreast_at = now + _AWAY_S
+        if self.follower.behind:
+            if now >= self._abreast_at:
+                self._take(Channel.ABREAST, [], steps)
+        elif away or full:
+            self._take(Channel.BEHIND, [], steps)
+
     def _read_replay(self, dealer: Socket, steps: list[Step]) -> None:
         for frames in self._read(dealer):
-            self._replay_deadline = time.monotonic() + self._replay_timeout_s
+            self._expect_answer()
             self._take(Channel.ANSWER, frames, steps)
             if self._dealer is not dealer:  # something else is asked for
                 return
@@ -182,7 +218,11 @@ class Listener(Closing):
         assert self.replay_endpoint is not None, "G2: only a tracker that can replay asks"
         self._dealer = dealer = self._dial(zmq.DEALER, self.replay_endpoint)
         dealer.send_multipart(replay_request(start))
-        self._replay_deadline = time.monotonic() + self._replay_timeout_s
+        self._expect_answer()
+
+    def _expect_answer(self) -> None:
+        self._heard_at, self._excused = time.monotonic(), False
+        self._replay_deadline = self._heard_at + self._replay_timeout_s
 
     def _dial(self, kind: int, endpoint: str) -> Socket:
         socket = self._context.socket(kind)
@@ -203,16 +243,16 @@ class Listener(Closing):
     def _read(self, socket: Socket) -> list[list[bytes]]:
         messages: list[list[bytes]] = []
         size = 0
+        drained = False
         try:
             while len(messages) < _PER_TURN and size < _BYTES_PER_TURN:
                 messages.append(socket.recv_multipart(zmq.NOBLOCK))
                 size += sum(map(len, messages[-1]))
         except zmq.Again:
-            if socket is self._sub:
-                self._unbroken = 0
+            drained = True
         if socket is self._sub:
-            self._unbroken += len(messages)
-            self.behind = 0 < self._hwm <= self._unbroken
+            self._unbroken = len(messages) + (0 if drained else self._unbroken)
+            self._drained = drained
         return messages
 
 

@@ -145,11 +145,11 @@ class Linted:
             case Channel.OVER:
                 self.report.take(self.lint.over())
                 self._replaying, self._given_up = False, True
-            case Channel.CONNECTED | Channel.DISCONNECTED | Channel.REFUSED:
-                return
             case Channel.LIVE:
                 self._held.append(frames)
                 self._held_bytes += sum(map(len, frames))
+            case _:
+                return
         full = len(self._held) > _MAX_HELD or self._held_bytes > _MAX_HELD_BYTES
         if full or not self._replaying:
             self.release()

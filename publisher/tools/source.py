@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from kvevents.capture import CaptureHead, CaptureReader
 from kvevents.errors import KVEventsError
 from kvevents.follower import Arrival, Follower, Step
 from kvevents.frames import JOIN
-from kvevents.message import Message
+from kvevents.message import Channel, Message
 from publisher.checks import one_line, shown
 from publisher.closing import Closing
 from publisher.listener import Listener, wait_for
@@ -95,6 +96,8 @@ class Live(Closing):
         client_keys: tuple[str, str] | None = None,
     ) -> None:
         self.name, self.address = one_line(address.name), address
+        self.is_behind = False
+        """As of the last step that was given: whether what is missing may be our own loss."""
         self.listener = Listener(
             address.endpoint,
             address.replay_endpoint,
@@ -124,11 +127,6 @@ class Live(Closing):
         """Whether the publisher is there."""
         return self.listener.connected
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether we read more slowly than it publishes: what is missing may be our own loss."""
-        return self.listener.behind
-
     def close(self) -> None:
         """Safe to call twice."""
         self.listener.close()
@@ -143,11 +141,13 @@ class Capture:
         self.name, self.file, self._key = one_line(str(file)), file, key
         self.batches = 0
         """How many were read so far."""
+        self.is_behind = False
+        """As of the last step that was given: whether what is missing may be the recorder's own loss."""
+        self._size = 0
         self._reader = CaptureReader()
         self._follower: Follower | None = None
 
     connected = True
-    is_behind = False
 
     @property
     def head(self) -> CaptureHead | None:
@@ -163,7 +163,8 @@ class Capture:
     def follower(self) -> Follower:
         """What it has come to."""
         if self._follower is None:
-            self._follower = Follower(can_replay=self.can_replay, start=None)
+            topic = self.head.topic.encode() if self.head is not None else b""
+            self._follower = Follower(can_replay=self.can_replay, start=None, topic=topic)
         return self._follower
 
     @property
@@ -185,7 +186,7 @@ class Capture:
         if self.damaged is None:
             return f"{self.file}: the last {self.left_out} bytes were left out: it was cut off"
         read = "1 batch was" if batches == 1 else f"{batches} batches were"
-        share = f"{100 * self.left_out / self.file.stat().st_size:.0f} % of the file"
+        share = f"{100 * self.left_out / self._size:.0f} % of the file"
         return (
             f"{self.file}: {read} read, the other {self.left_out:,} bytes, {share}, were left out:"
             f" {self.damaged}"
@@ -208,6 +209,7 @@ class Capture:
         try:
             with self.file.open("rb") as capture:
                 while chunk := capture.read(_CHUNK):
+                    self._size += len(chunk)
                     for message in reader.read(chunk):
                         self.batches += message.is_batch
                         yield message
@@ -219,6 +221,13 @@ class Capture:
 
 
 Source = Live | Capture
+S = TypeVar("S", bound=Source)
+
+
+def _given(source: S, step: Step) -> tuple[S, Step]:
+    if step.message.channel in (Channel.BEHIND, Channel.ABREAST):
+        source.is_behind = step.message.channel == Channel.BEHIND
+    return source, step
 
 
 def _named(capture: Capture) -> Iterator[tuple[Source, Step]]:
@@ -271,7 +280,8 @@ class Sources(Closing):
         at least that often while something is live.
         """
         told = [_named(capture) for capture in self.captures]
-        yield from heapq.merge(*told, key=lambda one: one[1].message.at_ns)
+        for one in heapq.merge(*told, key=lambda one: one[1].message.at_ns):
+            yield _given(*one)
         next_tick = time.monotonic() + (tick_s or 0.0)
         while self.live and time.monotonic() < until:
             if tick_s is None:
@@ -279,7 +289,7 @@ class Sources(Closing):
                 return
             self._fill(min(until, next_tick))
             if self._pending and time.monotonic() < until:  # one between two ticks, however late
-                yield self._pending.popleft()
+                yield _given(*self._pending.popleft())
             yield from self.live_steps(min(until, next_tick))
             yield None
             next_tick = time.monotonic() + tick_s
@@ -288,7 +298,7 @@ class Sources(Closing):
         """Of what is live only."""
         while time.monotonic() < until and self.live:
             if self._pending:
-                yield self._pending.popleft()
+                yield _given(*self._pending.popleft())
             else:
                 self._fill(until)
 
@@ -302,7 +312,7 @@ class Sources(Closing):
     def rest(self) -> Iterator[tuple[Live, Step]]:
         """What was taken when the time was up, and not given; none of it comes later."""
         while self._pending:
-            yield self._pending.popleft()
+            yield _given(*self._pending.popleft())
 
     def close(self) -> None:
         """Safe to call twice."""

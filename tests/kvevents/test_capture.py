@@ -147,12 +147,14 @@ def test_what_is_no_capture(data: bytes, said: str) -> None:
 
 
 def test_what_came_from_a_newer_writer_is_read() -> None:
-    """Fields that are added at the end do not matter; a channel that is not known ends it."""
+    """Fields that are added at the end do not matter, nor do channels that are not known."""
     newer = capture_start(HEAD) + record(msgspec.msgpack.encode([7, 0, [b"a"], "more"]))
     assert CaptureReader().feed(newer) == [Message(7, Channel.LIVE, [b"a"])]
     reader = CaptureReader()
-    unknown = record(msgspec.msgpack.encode([7, 99, []]))
-    assert reader.feed(capture_start(HEAD) + unknown) == []
+    unknown, more = (record(msgspec.msgpack.encode([7, number, []])) for number in (99, 0))
+    assert reader.feed(capture_start(HEAD) + unknown + more) == [Message(7, Channel.LIVE, [])]
+    assert reader.damaged is None
+    reader.feed(record(msgspec.msgpack.encode([7, -1, []])) + more)
     assert reader.damaged == "a record that is not understood"
 
 

@@ -66,7 +66,7 @@ def test_a_flood_is_bounded_and_stalls_nobody() -> None:
                 publisher.live(seq, payload=b"x")
                 seq += 1
                 steps += listener.turn()
-                behind |= listener.behind
+                behind |= listener.follower.behind
             assert behind
             arrivals = [arrival for step in steps for arrival in step.arrivals]
             gaps = [arrival for arrival in arrivals if isinstance(arrival, Gap)]
@@ -83,7 +83,7 @@ def test_who_keeps_up_is_not_behind() -> None:
         for seq in range(50):
             publisher.live(seq, payload=b"x")
         listen_until(listener, lambda steps: len(told(steps)) == 50)
-        assert not listener.behind
+        assert not listener.follower.behind
 
 
 def test_one_turn_is_bounded() -> None:

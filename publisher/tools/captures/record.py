@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from kvevents.capture import CaptureHead, CaptureWriter
+from kvevents.message import Channel
 from publisher.listener import wait_for
 from publisher.tools.interrupt import Interrupt
 from publisher.tools.source import Live
@@ -68,9 +69,9 @@ def _turn(live: Live, writer: CaptureWriter, recorded: Recorded, count: int | No
             recorded.left_out += 1
             continue
         recorded.batches += message.is_batch
+        recorded.behind |= message.channel == Channel.BEHIND
         if recorded.batches == count:
             break
-    recorded.behind |= live.is_behind
     return b"".join([*packed, writer.flush()])
 
 
