@@ -835,6 +835,30 @@ def test_arbitrary_values(value: Any, events: list[Any], fields: dict[str, Any])
         assert count == len(raw[1])
 
 
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        ([1.5, [None] * 1100, 0], "events: 1100 elements in 1103 bytes are above 1068"),
+        ([1.5, [{}] * 200_000, 0], "events: 200000 elements in 200005 bytes are above 13500"),
+        ([1.5, [None], *[0] * 2000], "payload: 2002 elements in 2014 bytes are above 1125"),
+    ],
+)
+def test_a_crowd_of_what_can_be_no_event(raw: list[Any], why: str) -> None:
+    """Each would cost some hundred times its byte; a length that is a lie costs nothing either."""
+    with pytest.raises(KVEventsError) as refused:
+        decode_batch(pack(raw))
+    assert str(refused.value) == why
+    with pytest.raises(KVEventsError, match="payload: 4294967295 elements in 5 bytes"):
+        decode_batch(b"\xdd\xff\xff\xff\xff")
+
+
+def test_the_smallest_events_are_never_too_many() -> None:
+    """In whatever form, and in bad company."""
+    for least in ({"type": "AllBlocksCleared"}, ["AllBlocksCleared"]):
+        decoded = decode_batch(pack([1.5, [least] * 30_000 + [None] * 1000, 0]))
+        assert (len(decoded.batch.events), len(decoded.skipped)) == (30_000, 1000)
+
+
 @pytest.mark.parametrize("key", [b"", b"\x81" + pack("type"), b"\x82" + pack("type") + pack("~")])
 def test_any_depth(key: bytes) -> None:
     """However deep an event is nested, the outcome is a skip or a KVEventsError."""

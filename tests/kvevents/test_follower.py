@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvevents.follower import Arrival, Follower, Malformed, Told
 from kvevents.frames import (
     JOIN,
+    MAX_SEQ,
     live_frames,
     replay_answer,
     replay_end,
@@ -104,6 +105,51 @@ def test_a_request_that_was_not_made_has_failed() -> None:
     follower = Follower(can_replay=True)
     assert of([live(3), live(4)], follower) == [Lost(0, 3), told(3), told(4)]
     assert follower.asking is None
+
+
+def test_an_answer_whose_seq_cannot_be() -> None:
+    """It is no answer: were it taken for one, whatever came live would count as told."""
+    follower = Follower(can_replay=True, attempts=2)
+    assert of([asked(JOIN), live(3)], follower) == []
+    for end in ([], [Lost(0, 3), told(3)]):
+        malformed, *others = follower.take(answer(MAX_SEQ + 1))
+        assert isinstance(malformed, Malformed) and "9223372036854775808" in malformed.reason
+        assert others == end
+        if follower.asking is not None:
+            follower.take(asked(JOIN))
+    assert of([live(4)], follower) == [told(4)]
+
+
+def test_an_answer_of_another_topic() -> None:
+    """It is another stream's, and as good as none; one that says no topic is believed."""
+    follower = Follower(can_replay=True, attempts=1, topic=b"kv@a")
+    assert of([asked(JOIN), answer(7, topic=None), answer(8, topic=b"kv@a@m")], follower) == [
+        told(7, replayed=True, topic=b""),
+        told(8, replayed=True, topic=b"kv@a@m"),
+    ]
+    (malformed,) = follower.take(answer(9, topic=b"kv@b\xff\n"))
+    assert isinstance(malformed, Malformed)
+    assert malformed.reason == r"replay answer: its topic is 'kv@b\\xff\n', not 'kv@a'"
+    assert not follower.recovering
+
+
+def test_what_is_held_can_be_seen() -> None:
+    """How much waits for a replay, by frames, and no more than may."""
+    follower = Follower(can_replay=True, max_held_bytes=3000)
+    of([asked(JOIN), *(live(seq, bytes(1000)) for seq in range(5))], follower)
+    assert (follower.held, follower.recovering) == (2, True)
+    of([OVER, asked(JOIN), OVER, asked(JOIN), OVER], follower)
+    assert (follower.held, follower.recovering) == (0, False)
+
+
+def test_what_may_be_our_own_loss() -> None:
+    """Between these two, and they bring nothing else."""
+    follower = Follower(can_replay=False)
+    seen = []
+    for channel in (Channel.BEHIND, Channel.LIVE, Channel.ABREAST):
+        message = live(0) if channel == Channel.LIVE else other(channel)
+        seen.append((len(follower.take(message)), follower.behind))
+    assert seen == [(0, True), (1, True), (0, False)]
 
 
 def test_a_new_connection_asks_for_the_mark() -> None:

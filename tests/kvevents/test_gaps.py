@@ -230,6 +230,42 @@ def test_too_many_held_frames_are_asked_for_again() -> None:
     assert tracker.end() == []
 
 
+def test_too_many_held_bytes_are_asked_for_again() -> None:
+    """G2: large frames are not held beyond `max_held_bytes` either; the newest always is."""
+    tracker = GapTracker[bytes](can_replay=True, max_held_bytes=5000)
+    tracker.start()
+    answers(tracker, 0)
+    tracker.end()
+    for seq in range(2, 9):
+        assert tracker.live(seq, bytes(2000)) in ([], [Gap(1, 1), Ask(1)])
+        assert tracker.held <= 2
+    assert tracker.live(9, bytes(9000)) == []
+    assert tracker.held == 1
+    answers(tracker, 1, 2)
+    assert tracker.end() == [Gap(3, 6), Ask(3)]
+    for seq in range(3, 10):
+        tracker.replayed(seq, bytes(2000 if seq < 9 else 9000))
+    assert tracker.end() == []
+    assert (tracker.expected, tracker.held) == (10, 0)
+    for seq in (11, 12):  # what was held before does not count any more
+        tracker.live(seq, bytes(2000))
+    assert tracker.held == 2
+
+
+def test_an_answer_ahead_of_the_live_stream() -> None:
+    """By how much it is; it stays so where the answers are another stream's."""
+    tracker = following(0)
+    assert tracker.ahead == 0
+    live(tracker, 0, 2)
+    answers(tracker, 1, 2, 3, 4)
+    tracker.end()
+    assert tracker.ahead == 2
+    assert live(tracker, 3) == []
+    assert tracker.ahead == 1
+    live(tracker, 4, 5)
+    assert tracker.ahead == 0
+
+
 # ------------------------------------------------------------------------------------- failures
 
 

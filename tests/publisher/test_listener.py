@@ -137,6 +137,100 @@ def test_a_giant_answer_is_a_replay_without_an_end() -> None:
         assert Channel.OVER in channels(steps) and Channel.ANSWER not in channels(steps)
 
 
+def away(seconds: float) -> None:
+    """Whoever listens does something else."""
+    time.sleep(seconds)
+
+
+def test_an_answer_that_waited_for_us_is_one() -> None:
+    """Who was busy for longer than a replay may take has not been left without an answer."""
+    with (
+        RawPublisher() as publisher,
+        Listener(
+            publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2, attempts=1
+        ) as listener,
+    ):
+        publisher.await_subscriber()
+        steps = listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
+        client, _ = publisher.request()
+        publisher.answer(client, 7)
+        publisher.end(client)
+        away(0.4)
+        steps += listen_until(listener, lambda steps: channels(steps).count(Channel.ANSWER) == 2)
+        assert Channel.OVER not in channels(steps)
+        assert told(steps) == [7]
+
+
+def test_whoever_stood_still_waits_once_more() -> None:
+    """While a whole process is stopped no answer can even come; then it is as overdue as any."""
+    with (
+        RawPublisher() as publisher,
+        Listener(
+            publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2, attempts=1
+        ) as listener,
+    ):
+        publisher.await_subscriber()
+        listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
+        away(1.6)
+        assert Channel.OVER not in channels(listener.turn())
+        assert listener.unanswered_s > 1.6
+        steps = listen_until(listener, lambda steps: Channel.OVER in channels(steps))
+        assert not listener.follower.recovering and listener.unanswered_s == 0.0
+        assert Channel.ANSWER not in channels(steps)
+
+
+def test_who_never_comes_on_time_gives_up_too() -> None:
+    """One that turns to it ever so rarely is not for ever at its first request."""
+    with (
+        RawPublisher() as publisher,
+        Listener(
+            publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2, attempts=1
+        ) as listener,
+    ):
+        publisher.await_subscriber()
+        listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
+        turns = []
+        for _ in range(2):
+            away(1.6)
+            turns.append(channels(listener.turn()))
+        assert [Channel.OVER in turn for turn in turns] == [False, True]
+
+
+def test_what_was_missed_while_away_may_be_our_own_loss() -> None:
+    """For as long as it takes to catch up, and a little; a recorder has it in its capture."""
+    with RawPublisher() as publisher, Listener(publisher.endpoint) as listener:
+        publisher.await_subscriber()
+        publisher.live(0, payload=b"x")
+        steps = listen_until(listener, lambda steps: told(steps) == [0])
+        assert not listener.follower.behind and Channel.BEHIND not in channels(steps)
+        away(1.6)
+        publisher.live(5, payload=b"x")
+        steps = listen_until(listener, lambda steps: told(steps) == [5])
+        assert listener.follower.behind
+        assert channels(steps) == [Channel.BEHIND, Channel.LIVE]
+        steps = listen_until(listener, lambda steps: Channel.ABREAST in channels(steps))
+        assert not listener.follower.behind and Channel.BEHIND not in channels(steps)
+
+
+def test_answers_of_another_topic_are_not_told() -> None:
+    """A topic filters what is replayed as it does what comes live."""
+    with (
+        RawPublisher() as publisher,
+        Listener(
+            publisher.endpoint, publisher.replay_endpoint, topic="kv@a", attempts=1
+        ) as listener,
+    ):
+        publisher.await_subscriber()
+        listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
+        client, _ = publisher.request()
+        other = replay_answer(b"kv@b", 7, b"x", delimited=True)
+        publisher.router.send_multipart([client, *other])
+        steps = listen_until(listener, lambda steps: Channel.ANSWER in channels(steps))
+        assert told(steps) == [] and not listener.follower.recovering
+        (malformed,) = (a for step in steps for a in step.arrivals)
+        assert isinstance(malformed, Malformed) and "'kv@b'" in malformed.reason
+
+
 def test_a_refused_key_is_said(tmp_path: Path) -> None:
     """A publisher that speaks no CURVE to one that does, and the other way round."""
     public, secret = write_keys(tmp_path, "publisher")
