@@ -77,7 +77,7 @@ class Listener(Closing):
         self._hwm, self._max_frame = hwm, max_frame
         self._replay_timeout_s = self._rejoin_after_s = replay_timeout_s
         self._replay_deadline = self._rejoin_at = float("inf")
-        self._heard_at = self._turned_at = time.monotonic()
+        self._heard_at, self._turned_at = 0.0, float("inf")
         self._excused = False
         """Whether the replay under way was given its time anew, since we were away."""
         self._unbroken = 0

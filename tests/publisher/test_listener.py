@@ -29,8 +29,16 @@ def listen_until(listener: Listener, done: Callable[[list[Step]], bool]) -> list
     return steps
 
 
+PACE = (Channel.BEHIND, Channel.ABREAST)
+
+
 def channels(steps: list[Step]) -> list[Channel]:
-    return [step.message.channel for step in steps]
+    """But for those of a machine that is slow."""
+    return [step.message.channel for step in steps if step.message.channel not in PACE]
+
+
+def paces(steps: list[Step]) -> list[Channel]:
+    return [step.message.channel for step in steps if step.message.channel in PACE]
 
 
 def told(steps: list[Step]) -> list[int]:
@@ -155,7 +163,7 @@ def test_an_answer_that_waited_for_us_is_one() -> None:
         client, _ = publisher.request()
         publisher.answer(client, 7)
         publisher.end(client)
-        away(0.4)
+        away(1.0)
         steps += listen_until(listener, lambda steps: channels(steps).count(Channel.ANSWER) == 2)
         assert Channel.OVER not in channels(steps)
         assert told(steps) == [7]
@@ -202,14 +210,14 @@ def test_what_was_missed_while_away_may_be_our_own_loss() -> None:
         publisher.await_subscriber()
         publisher.live(0, payload=b"x")
         steps = listen_until(listener, lambda steps: told(steps) == [0])
-        assert not listener.follower.behind and Channel.BEHIND not in channels(steps)
+        steps += listen_until(listener, lambda _: not listener.follower.behind)
         away(1.6)
         publisher.live(5, payload=b"x")
         steps = listen_until(listener, lambda steps: told(steps) == [5])
         assert listener.follower.behind
-        assert channels(steps) == [Channel.BEHIND, Channel.LIVE]
-        steps = listen_until(listener, lambda steps: Channel.ABREAST in channels(steps))
-        assert not listener.follower.behind and Channel.BEHIND not in channels(steps)
+        assert [step.message.channel for step in steps] == [Channel.BEHIND, Channel.LIVE]
+        steps = listen_until(listener, lambda steps: Channel.ABREAST in paces(steps))
+        assert not listener.follower.behind
 
 
 def test_answers_of_another_topic_are_not_told() -> None:
