@@ -137,7 +137,8 @@ class Checker:
         self.batches += 1
         events = reading.events
         cleared = bool(events) and isinstance(events[0], AllBlocksCleared) and _is_first(reading)
-        yield from self._holes(cleared=cleared)
+        if self._pending:
+            yield from self._holes(cleared=cleared)
         if self._next is not None and reading.seq != self._next and not cleared:
             self._forget()
         if not self._begun:
@@ -161,13 +162,12 @@ class Checker:
             self._wire.beat()
         of_a_store = _OF_A_STORE in reading.told.payload
         for position, event in _placed(reading):
+            where = Place(reading.seq, position)
             if isinstance(event, str):
-                yield _skipped(Place(reading.seq, position), event)
+                yield _skipped(where, event)
                 rank.forget()
-            else:
-                yield from self._event(
-                    rank, event, Place(reading.seq, position), of_a_store=of_a_store
-                )
+            elif found := self._event(rank, event, where, of_a_store=of_a_store):
+                yield from found
 
     def _event(self, rank: Rank, event: Event, place: Place, *, of_a_store: bool) -> list[Finding]:
         self.events += 1

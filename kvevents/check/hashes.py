@@ -122,12 +122,12 @@ class _VLLM:
             parent = self._none_hash
         elif isinstance(told, bytes) and len(told) == DIGEST_BYTES:
             parent = told
-        if parent is None:
+        keys = event.extra_keys or [None] * len(hashes)
+        if parent is None or len(keys) != len(hashes):
             return None
         found: list[_Fit] = []
         tokens = TokenIds(TokenBytes(packed)).tolist()
         size = event.block_size
-        keys = event.extra_keys or [None] * len(hashes)
         for number, block_hash in enumerate(hashes):
             head = cbor.array_head(3) + cbor.encode(parent)
             head += cbor.encode_ints(tokens[number * size : (number + 1) * size])

@@ -6,7 +6,7 @@ a clear, or the beginning of the stream, was seen, what is not known may well ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -34,12 +34,11 @@ _LOCAL = (None, "LOCAL")
 V = TypeVar("V")
 
 
-_Names = tuple[str | None, str | None, str | None]
-_BASE: _Names = (None, None, None)
+_BASE = (None, None, None)
 
-_Content = tuple[BlockHash | None, int, _Names, bytes | None]
-"""What a hash stands for: its parent, a number in place of the tokens, the names of its namespace, and
-its own extra keys, packed.
+_Content = tuple[BlockHash | None, int, int]
+"""What a hash stands for: its parent, a number in place of the tokens, and one in place of its namespace
+and its own extra keys, 0 for none.
 """
 
 
@@ -81,25 +80,29 @@ class Lane:
 
     __slots__ = (
         "again",
+        "base",
         "behind",
         "content",
         "digests",
         "left",
         "named",
-        "number",
+        "parents",
         "present",
         "size",
         "size_place",
     )
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.base = number << 67
+        """Where its keys in `Memory` begin."""
         self.present: tuple[dict[BlockHash, Place], ...] = tuple({} for _ in _MEDIA)
         self.content: dict[BlockHash, _Content | None] = {}
         """Of every block on some medium; None where it was told without tokens."""
         self.named: dict[_Content, BlockHash] = {}
         self.behind: tuple[dict[BlockHash, int], ...] = tuple({} for _ in _MEDIA)
         """By medium: how many blocks are there right behind a block."""
+        self.parents: tuple[dict[BlockHash, BlockHash], ...] = tuple({} for _ in _MEDIA)
+        """By medium: behind which block one is counted. Another event may have said another, or none."""
         self.again: dict[tuple[int, BlockHash], int] = {}
         """How many times more than once it was stored."""
         self.left = False
@@ -108,6 +111,11 @@ class Lane:
         """The verifier's."""
         self.size: int | None = None
         self.size_place: Place | None = None
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        """Whether it is on some medium."""
+        one, two, three, four = self.present
+        return block_hash in one or block_hash in two or block_hash in three or block_hash in four
 
 
 class _Report:
@@ -133,9 +141,11 @@ class _Report:
         else:
             kind[4] += 1  # type: ignore[operator]  # it is an int
 
-    def close(self) -> Iterator[Finding]:
-        for rule, (what, block_hash, earlier, severity, blocks) in self.found.items():
-            yield finding_of(
+    def close(self) -> list[Finding]:
+        if not self.found:
+            return []
+        return [
+            finding_of(
                 rule,
                 self.place,
                 what,  # type: ignore[arg-type]  # as `add` has put them
@@ -145,6 +155,8 @@ class _Report:
                 block_hash=block_hash,  # type: ignore[arg-type]
                 blocks=blocks,  # type: ignore[arg-type]
             )
+            for rule, (what, block_hash, earlier, severity, blocks) in self.found.items()
+        ]
 
 
 def finding_of(
@@ -212,7 +224,7 @@ class Rank:
         packed = _tokens_of(event, lane, report)
         if not hashes:
             report.add("no-blocks", "a store of no block")
-            return list(report.close())
+            return report.close()
         if event.lora_id is not None and event.lora_name is None:
             what = f"lora_id {event.lora_id} without lora_name: a number means nothing elsewhere"
             report.add("no-identity", what, hashes[0])
@@ -222,9 +234,14 @@ class Rank:
             self._hold(lane, event, place, hashes, report, of_a_store=of_a_store)
         else:
             self._hold_chain(lane, event, place, hashes, parent, packed, report)
-        return list(report.close())
+        return report.close()
 
-    def _canonical(self, values: Sequence[int | bytes]) -> list[BlockHash]:
+    def _canonical(self, values: list[int | bytes]) -> list[BlockHash]:
+        try:
+            if max(values) <= _I63:  # type: ignore[operator]  # or it is a TypeError
+                return values  # type: ignore[return-value]  # then they are canonical
+        except (TypeError, ValueError):  # bytes among them, or none at all
+            pass
         found: list[BlockHash] = []
         for value in values:
             if type(value) is int and value <= _I63:
@@ -255,6 +272,7 @@ class Rank:
                 if held is not None and held[0] is not None:
                     behind = lane.behind[at]
                     behind[held[0]] = behind.get(held[0], 0) + 1
+                    lane.parents[at][block_hash] = held[0]
             present[block_hash] = place
 
     def _hold_chain(
@@ -273,19 +291,20 @@ class Rank:
             self._check_parent(lane, event, parent, at, report)
         step = event.block_size * TOKEN_BYTES
         names = (event.lora_name or None, event.cache_salt or None, event.extra_key or None)
-        names = _BASE if names == _BASE else names
+        space = 0 if names == _BASE else hash(names)
         keys = _keys_of(event, len(hashes), report)
         start = 0
         if self._verifier is not None and packed is not None:
             for block_hash, why in self._verifier.stored(lane.digests, event, hashes, packed):
                 report.add("hash", why, block_hash)
-        was, behind = self._memory.was, lane.behind[at]
+        was, behind, parents = self._memory.was, lane.behind[at], lane.parents[at]
         for number, block_hash in enumerate(hashes):
             if block_hash in present:
                 if block_hash != parent:
                     self._stored_again(lane, event, at, block_hash, report)
             elif parent is not None and parent != block_hash:
                 behind[parent] = behind.get(parent, 0) + 1
+                parents[block_hash] = parent
             present[block_hash] = place
             if block_hash == parent:
                 report.add("own-parent", "a block that is its own parent", block_hash)
@@ -301,9 +320,11 @@ class Rank:
             else:
                 tokens = hash(packed[start : start + step])
                 start += step
-                content = (parent, tokens, names, None if keys is None else keys[number])
+                content = parent, tokens, space
+                if keys is not None and (own := keys[number]) is not None:
+                    content = parent, tokens, hash((space, own))
                 if held is None:
-                    if lane.left and (before := was.get(_key(lane, block_hash))) is not None:
+                    if lane.left and (before := was.get(lane.base + block_hash)) is not None:
                         self._compare(block_hash, before, content, report)
                     contents[block_hash] = content
                     twin = named.setdefault(content, block_hash)
@@ -390,15 +411,16 @@ class Rank:
         hashes = self._canonical(event.block_hashes)
         if not hashes:
             report.add("no-blocks", "a removal of no block")
+        any_lane = event.group_idx is None and len(self.lanes) > 1
         for block_hash in hashes:
             lane = own
-            if block_hash not in own.content and event.group_idx is None and len(self.lanes) > 1:
+            if any_lane and block_hash not in own.content:
                 lane = next((one for one in self.lanes.values() if block_hash in one.content), own)
             if not self._leave(lane, media, block_hash, place, report) and not of_a_store:
                 self._unknown(lane, event.medium, media, block_hash, report)
                 for at in media:
                     self._memory.gone.put(_key(lane, block_hash, at), place)
-        return list(report.close())
+        return report.close()
 
     def _leave(
         self,
@@ -411,33 +433,35 @@ class Rank:
         """Whether it was on one of them."""
         left = False
         stored = None
-        held = lane.content.get(block_hash)
+        memory = self._memory
         for at in media:
-            if block_hash not in lane.present[at]:
+            present = lane.present[at]
+            if block_hash not in present:
                 continue
             left = True
             if lane.again and (more := lane.again.pop((at, block_hash), 0)):
                 if more > 1:
                     lane.again[at, block_hash] = more - 1
                 continue
-            stored = lane.present[at].pop(block_hash)
-            self._memory.gone.put(_key(lane, block_hash, at), place)
+            stored = present.pop(block_hash)
+            memory.gone.put(lane.base + block_hash * len(_MEDIA) + at, place)
             behind = lane.behind[at]
-            if behind.get(block_hash):
+            if block_hash in behind:
                 what = f"{_hex(block_hash)} leaves {_MEDIA[at]} before those behind it"
                 report.add("child-left", what, block_hash, stored)
-            before = None if held is None else held[0]
-            if before is not None and before in behind:
-                behind[before] -= 1
-                if behind[before] <= 0:
-                    del behind[before]
-        if stored is not None and not any(block_hash in there for there in lane.present):
-            del lane.content[block_hash]
+            parent = lane.parents[at].pop(block_hash, None)
+            if parent is not None:
+                if (more := behind[parent]) > 1:
+                    behind[parent] = more - 1
+                else:
+                    del behind[parent]
+        if stored is not None and block_hash not in lane:
+            held = lane.content.pop(block_hash)
             for digests in lane.digests.values():
                 digests.pop(block_hash, None)
             if held is not None:
                 lane.left = True
-                self._memory.was.put(_key(lane, block_hash), (held, stored))
+                memory.was.put(lane.base + block_hash, (held, stored))
                 if lane.named.get(held) == block_hash:
                     del lane.named[held]
         return left
@@ -466,12 +490,17 @@ class Rank:
 
 
 def _tokens_of(event: BlockStored, lane: Lane, report: _Report) -> bytes | None:
-    """The tokens, packed; None where there are none, or they are not those of its blocks."""
+    """The tokens, packed; None where there are none, or they are not those of its blocks.
+
+    vLLM's offloading tells blocks by their hashes alone, with a `block_size` of 0.
+    """
     tokens, size, blocks = event.token_ids, event.block_size, len(event.block_hashes)
-    if not len(tokens):
-        return None
     if size < 1:
-        report.add("block-size", f"block_size is {size}")
+        offloaded = not size and not len(tokens) and event.parent_block_hash is None
+        what = f"block_size is {size}"
+        report.add("block-size", what, severity="note" if offloaded else None)
+        return None
+    if not len(tokens):
         return None
     if lane.size is None:
         lane.size, lane.size_place = size, report.place
@@ -512,7 +541,7 @@ def _other(one: _Content, other: _Content) -> str:
         for words, same in (
             ("other tokens", one[1] == other[1]),
             ("another parent", one[0] == other[0]),
-            ("another namespace", one[2:] == other[2:]),
+            ("another namespace", one[2] == other[2]),
         )
         if not same
     ]
@@ -523,8 +552,8 @@ def _stored_at(lane: Lane, block_hash: BlockHash) -> Place | None:
     return next((there[block_hash] for there in lane.present if block_hash in there), None)
 
 
-def _key(lane: Lane, block_hash: BlockHash, at: int = 0) -> int:
-    return (lane.number << 67) + block_hash * len(_MEDIA) + at
+def _key(lane: Lane, block_hash: BlockHash, at: int) -> int:
+    return lane.base + block_hash * len(_MEDIA) + at
 
 
 def _hex(block_hash: BlockHash) -> str:

@@ -16,7 +16,7 @@ _VERBS = {
     "event": "drops the event",
     "block": "does not index the blocks",
     "misread": "misreads",
-    "stream": "cannot follow",
+    "stream": "cannot follow the stream",
     "unread": "is not judged",
 }
 
@@ -38,7 +38,11 @@ class Finding:
     why: str
     dropping: str = "drops the batch"
 
+    @property
+    def verb(self) -> str:
+        """What the consumer does, without its name."""
+        return self.dropping if self.lost == "batch" else _VERBS[self.lost]
+
     def __str__(self) -> str:
         seq = "-" if self.seq is None else str(self.seq)
-        verb = self.dropping if self.lost == "batch" else _VERBS[self.lost]
-        return f"seq {seq:<8} {self.consumer:<14} {verb}: {self.where} {self.why}"
+        return f"seq {seq:<8} {self.consumer:<14} {self.verb}: {self.where} {self.why}"

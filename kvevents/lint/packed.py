@@ -46,6 +46,21 @@ _REMOVED_SLOTS = ("type", "block_hashes", "medium", "group_idx")
 _SLOTS = {"BlockStored": _STORED_SLOTS, "BlockRemoved": _REMOVED_SLOTS}
 """Positions of the array form, vLLM 0.23's."""
 
+_HEADS = (
+    *(("int", 0x80), ("map", 0x90), ("array", 0xA0), ("text", 0xC0), ("nil", 0xC1), ("ext", 0xC2)),
+    *(
+        ("bool", 0xC4),
+        ("bytes", 0xC7),
+        ("ext", 0xCA),
+        ("float", 0xCC),
+        ("int", 0xD4),
+        ("ext", 0xD9),
+    ),
+    *(("text", 0xDC), ("array", 0xDE), ("map", 0xE0), ("int", 0x100)),
+)
+"""A kind, and up to which first byte a value is of it."""
+_KIND_OF = tuple(next(kind for kind, end in _HEADS if head < end) for head in range(256))
+
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 40
 _shorten.maxlong = 24
@@ -199,22 +214,7 @@ def read_batch(payload: bytes) -> PackedBatch:
 
 def kind_of(raw: bytes | msgspec.Raw) -> str:
     """nil, bool, int, float, text, bytes, array, map, or ext."""
-    head = memoryview(raw)[0]
-    if head <= 0x7F or head >= 0xE0 or 0xCC <= head <= 0xD3:
-        return "int"
-    if 0xA0 <= head <= 0xBF or 0xD9 <= head <= 0xDB:
-        return "text"
-    if 0x90 <= head <= 0x9F or head in (0xDC, 0xDD):
-        return "array"
-    if 0x80 <= head <= 0x8F or head in (0xDE, 0xDF):
-        return "map"
-    if 0xC4 <= head <= 0xC6:
-        return "bytes"
-    if head in (0xCA, 0xCB):
-        return "float"
-    if head in (0xC2, 0xC3):
-        return "bool"
-    return "nil" if head == 0xC0 else "ext"
+    return _KIND_OF[memoryview(raw)[0]]
 
 
 def shown(raw: bytes | msgspec.Raw) -> str:

@@ -89,6 +89,8 @@ def findings_of(
     for event in batch.events or ():
         before = len(report.found)
         _check_event(report, memory, event)
+        if len(report.found) == before:
+            continue
         mine = report.found[before:]
         if any(one.lost in ("batch", "event") for one in mine):
             report.found[before:] = [one for one in mine if one.lost in ("batch", "event")]
@@ -127,22 +129,27 @@ def _check_rank(report: _Report, memory: Memory, raw: msgspec.Raw | None) -> Non
     if raw is None:
         report.add_cost(consumer.no_rank, "no-rank", Place("dp_rank", "absent"))
         return
-    kind, place = kind_of(raw), Place("dp_rank", shown(raw))
+    kind = kind_of(raw)
     if kind not in consumer.rank:
-        report.add_at("batch", "rank-kind", place, "it reads an int only")
+        report.add_at("batch", "rank-kind", _rank_place(raw), "it reads an int only")
     if kind not in ("int", "nil"):
         return
     rank = 0 if kind == "nil" else msgspec.msgpack.decode(raw)
     if kind == "nil":
-        report.add_cost(consumer.nil_rank, "nil-rank", place)
+        report.add_cost(consumer.nil_rank, "nil-rank", _rank_place(raw))
     elif consumer.ranks is not None and not consumer.ranks[0] <= rank <= consumer.ranks[1]:
         why = f"it reads {consumer.ranks[0]} to {consumer.ranks[1]} only"
-        report.add_at("batch", "rank-range", place, why)
+        report.add_at("batch", "rank-range", _rank_place(raw), why)
     if memory.rank is None:
         memory.rank = rank
     elif rank != memory.rank and consumer.rank_change is not None:
         lost, why = consumer.rank_change
-        report.add_at(lost, "rank-change", place, f"the first was {memory.rank}, and {why}")
+        told = f"the first was {memory.rank}, and {why}"
+        report.add_at(lost, "rank-change", _rank_place(raw), told)
+
+
+def _rank_place(raw: msgspec.Raw) -> Place:
+    return Place("dp_rank", shown(raw))
 
 
 # ---------------------------------------------------------------------------------------- events
@@ -215,7 +222,8 @@ def _check_slots(report: _Report, event: PackedEvent, *, stored: bool, removed: 
 
 def _check_kinds(report: _Report, event: PackedEvent) -> None:
     consumer, broken = report.consumer, report.consumer.broken
-    for key, usual in {**_KINDS, **consumer.kinds}.items():
+    kinds_of = {**_KINDS, **consumer.kinds} if consumer.kinds else _KINDS
+    for key, usual in kinds_of.items():
         raw = event.fields.get(key)
         if raw is None or (event.form == "map" and key in consumer.loose):
             continue

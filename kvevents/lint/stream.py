@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvevents.frames import JOIN
@@ -11,10 +11,12 @@ from kvevents.lint.consumer import Consumer, Replays, Topic
 from kvevents.lint.finding import Finding, Lost
 from kvevents.lint.packed import PackedBatch, TooLarge, Unreadable, quoted, read_batch
 from kvevents.lint.rules import Batch, Memory, findings_of
+from kvevents.lint.shapes import Quiet, batch_shapes, frames_shape
 
 __all__ = ["Lint", "Tally"]
 
 _SEQ_BYTES = 8
+_MAX_SHAPED = 1 << 20
 _END_SEQ = 2**64 - 1
 
 
@@ -40,10 +42,19 @@ class Tally:
             self.blocks += batch.blocks
 
     def __str__(self) -> str:
+        told = self.verdict
+        if self.joined is not None:
+            told += "; joined at seq {}: {}".format(*self.joined)
+        return f"{self.consumer.name} {self.consumer.version}: {told}"
+
+    @property
+    def verdict(self) -> str:
+        """How much is lost of how much, in half a sentence."""
         count = self.lost
         lost: list[str] = []
         if batches := count["batch"]:
-            lost.append(f"{batches} of {_number(self.batches, 'batch', 'batches')}")
+            whole = batches >= self.batches
+            lost.append(_all_of(self.batches) if whole else f"{batches:,} of {self._batches()}")
         if events := count["event"]:
             lost.append(_number(events, "event", "events"))
         if blocks := count["block"]:
@@ -52,25 +63,32 @@ class Tally:
         if misread := count["misread"]:
             parts.append(f"misreads {_number(misread, 'event', 'events')}")
         if stream := count["stream"]:
-            parts.append(f"cannot follow {_number(stream, 'time', 'times')}")
+            parts.append(f"cannot follow the stream {_times(stream)}")
         if unread := count["unread"]:
             parts.append(f"is not judged in {_number(unread, 'batch', 'batches')}")
-        told = ", ".join(parts) or self._taken()
-        if self.joined is not None:
-            told += "; joined at seq {}: {}".format(*self.joined)
-        return f"{self.consumer.name} {self.consumer.version}: {told}"
+        return ", ".join(parts) or self._taken()
 
     def _taken(self) -> str:
-        batches = _number(self.batches, "batch", "batches")
         if not self.batches:
             return "saw no batch"
         if not self.blocks:
-            return f"saw no block in {batches}"
-        return f"takes all {batches}, {_number(self.blocks, 'block', 'blocks')}"
+            return f"saw no block in {self._batches()}"
+        return f"takes {_all_of(self.batches)}, {_number(self.blocks, 'block', 'blocks')}"
+
+    def _batches(self) -> str:
+        return _number(self.batches, "batch", "batches")
+
+
+def _all_of(batches: int) -> str:
+    return "the one batch" if batches == 1 else f"all {batches:,} batches"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def _number(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
+    return f"{count:,} {one if count == 1 else many}"
 
 
 @dataclass(slots=True)
@@ -79,11 +97,15 @@ class _Follower:
 
     consumer: Consumer
     tally: Tally
+    bit: int
+    """Its own in `Quiet`."""
     memory: Memory = field(default_factory=Memory)
     last: int | None = None
 
     def count(self, findings: list[Finding]) -> list[Finding]:
         """Take findings about one message into the tally; returns the first of each rule."""
+        if not findings:
+            return findings
         subjects = {(one.lost, _subject(one)) for one in findings}
         self.tally.lost.update(lost for lost, _ in subjects)
         return list({one.rule: one for one in reversed(findings)}.values())[::-1]
@@ -98,7 +120,10 @@ class Lint:
     """
 
     def __init__(self, consumers: Iterable[Consumer], *, replay: bool = False) -> None:
-        self._followers = [_Follower(consumer, Tally(consumer)) for consumer in consumers]
+        self._followers = [
+            _Follower(consumer, Tally(consumer), 1 << position)
+            for position, consumer in enumerate(consumers)
+        ]
         self._replay = replay
         self._previous: tuple[int, bytes] | None = None
         """Seq and payload of the live message before."""
@@ -107,6 +132,9 @@ class Lint:
         """The seq of the last answer."""
         self._covered = range(0)
         """Seqs that a replay has brought, and that may come live as well, once."""
+        self._quiet = Quiet()
+        self.own_gaps = 0
+        """How many there were where what is missing may be the loss of whoever listens for us."""
 
     @property
     def tallies(self) -> list[Tally]:
@@ -115,35 +143,55 @@ class Lint:
 
     # ------------------------------------------------------------------------------------ live
 
-    def live(self, frames: Sequence[bytes]) -> list[Finding]:
-        """What each consumer loses of a message from the PUB socket."""
+    def live(self, frames: Sequence[bytes], *, behind: bool = False) -> list[Finding]:
+        """What each consumer loses of a message from the PUB socket. `behind`: whether what is missing
+        before it may be a loss of our own (`Channel.BEHIND`), which no consumer is judged by.
+        """
         raw_seq, payload = (*frames[1:3], b"", b"")[:2]
         seq = _seq(raw_seq)
         if seq == _END_SEQ:
             return [one for each in self._followers for one in _end_findings(each, payload)]
         if seq is not None and self._previous == (seq, payload):
             return []  # the same message again
+        own_gap = (
+            behind
+            and seq is not None
+            and self._previous is not None
+            and seq > self._previous[0] + 1
+        )
+        self.own_gaps += own_gap
         self._previous = None if seq is None else (seq, payload)
         covered = seq is not None and seq in self._covered
         if not covered:
             self._covered = range(0)  # what comes below from now on is another run
         batch = _read(payload)
+        clears = _cleared(batch)
+        shapes = _shapes(batch, payload)
+        around = frames_shape(frames, seq)
+        shapes = [] if around is None or not shapes else [around, *shapes]
+        quiet, learnt = self._quiet.of(shapes), 0
         found: list[Finding] = []
         for follower in self._followers:
             if covered and follower.consumer.replays is not None:
                 continue
-            inside = _message_findings(follower.consumer, frames, seq)
-            lost = any(one.lost == "batch" for one in inside)
-            told = findings_of(follower.consumer, follower.memory, seq, payload, batch)
-            inside += [one for one in told if not lost or one.lost == "batch"]
-            cleared = _cleared(batch) and not any(_hides_first(one) for one in inside)
+            inside: list[Finding] = []
+            if not follower.bit & quiet:
+                inside = _message_findings(follower.consumer, frames, seq)
+                lost = any(one.lost == "batch" for one in inside)
+                told = findings_of(follower.consumer, follower.memory, seq, payload, batch)
+                inside += [one for one in told if not lost or one.lost == "batch"]
+                learnt |= 0 if inside else follower.bit
+            cleared = clears and not any(_hides_first(one) for one in inside)
             if cleared:
                 follower.tally.joined = None
+            if own_gap and seq is not None and follower.last is not None:
+                follower.last = max(follower.last, seq - 1)
             mine = [] if seq is None else self._seq_findings(follower, seq, cleared=cleared)
             if not covered:
                 follower.tally.take(batch)
                 mine += inside
             found += follower.count(mine)
+        self._quiet.learn(shapes, learnt)
         return found
 
     def _seq_findings(self, follower: _Follower, seq: int, *, cleared: bool) -> list[Finding]:
@@ -184,6 +232,9 @@ class Lint:
         seq = _seq(raw_seq)
         end = seq == _END_SEQ and not payload
         batch = _read(payload)
+        clears = _cleared(batch)
+        shapes = _shapes(batch, payload)
+        quiet, learnt = self._quiet.of(shapes), 0
         found: list[Finding] = []
         for follower in self._followers:
             consumer = follower.consumer
@@ -192,15 +243,19 @@ class Lint:
                 mine += _shape_findings(consumer, consumer.replays, frames, seq)
                 if not end:
                     mine += self._order_findings(
-                        consumer, consumer.replays, seq, payload, cleared=_cleared(batch)
+                        consumer, consumer.replays, seq, payload, cleared=clears
                     )
             if not end:
                 follower.tally.take(batch)
             if not end and payload:
-                mine += findings_of(consumer, follower.memory, seq, payload, batch)
+                if not follower.bit & quiet:
+                    inside = findings_of(consumer, follower.memory, seq, payload, batch)
+                    learnt |= 0 if inside else follower.bit
+                    mine += inside
                 if consumer.replays is not None and seq is not None:
                     follower.last = seq
             found += follower.count(mine)
+        self._quiet.learn(shapes, learnt)
         if seq is not None and not end:
             first = seq if self._answered is None else self._covered.start
             self._covered, self._answered = range(first, seq + 1), seq
@@ -332,6 +387,13 @@ def _read(payload: bytes) -> Batch:
         return error
     except Unreadable as error:
         return str(error)
+
+
+def _shapes(batch: Batch, payload: bytes) -> list[Hashable]:
+    """What is large has none: some consumer may mind its size."""
+    if not isinstance(batch, PackedBatch) or len(payload) > _MAX_SHAPED:
+        return []
+    return batch_shapes(batch)
 
 
 def _hides_first(finding: Finding) -> bool:

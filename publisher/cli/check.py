@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from publisher.cli import lint
@@ -45,8 +46,10 @@ examples:
   kvevents check worker.kvc --as vllm-router
       what that consumer would lose of it: the same as `kvevents lint`
 
-exit codes: 0 nothing was broken; {FINDINGS} something was (with --strict also where there
-are notes), a capture is damaged or a replay was not over; {USAGE} usage;
+schemes for --verify-hashes: {{schemes}}
+
+exit codes: 0 nothing was broken; {FINDINGS} something was (with --strict also where
+there are notes), a capture is damaged or a replay was not over; {USAGE} usage;
 {NO_CONNECTION} no connection, nothing came, or no block was stored.
 """
 
@@ -55,16 +58,19 @@ def add_options(parser: Parser) -> None:
     """Of `check`."""
     from kvevents.check.hashes import SCHEMES
 
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
+    parser.description = _DESCRIPTION
+    parser.epilog = _EXAMPLES.format(schemes=", ".join(SCHEMES))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_sources(parser)
     parser.add_argument(
         "--verify-hashes",
         nargs="?",
         const="auto",
+        type=_scheme,
         choices=SCHEMES,
         metavar="SCHEME",
-        help=f"make each block's hash again, as {', '.join(SCHEMES[:-1])} do, or whichever fits (auto)",
+        help="make each block's hash again, by this scheme or by whichever fits (auto); without a"
+        " SCHEME it goes behind the sources",
     )
     parser.add_argument(
         "--hash-seed", metavar="TEXT", help="PYTHONHASHSEED of the vLLM that makes the hashes"
@@ -89,6 +95,17 @@ def add_options(parser: Parser) -> None:
         "-v", "--verbose", action="store_true", help="write findings of one kind each time"
     )
     add_limits(parser)
+
+
+def _scheme(text: str) -> str:
+    """Whatever stands behind the option is taken for its scheme, also where it is meant as a source."""
+    from kvevents.check.hashes import SCHEMES
+
+    if text not in SCHEMES and ("://" in text or os.path.lexists(text)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no scheme: put the sources first, or write --verify-hashes=auto {text}"
+        )
+    return text
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import TYPE_CHECKING
 
 from publisher.cli.parsing import (
@@ -24,16 +25,20 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "run"]
 
 _DESCRIPTION = """\
-Which routers would lose what of a stream, and why: a line for each kind of
-loss, then what becomes of each. No router is needed: how each reads was observed
-from its own code.
+Which routers would lose what of a stream, and why: a line for each router, and
+below it one for each kind of loss, with how often and in which seqs it came. Of
+a live stream the first loss of a kind is written when it comes as well. No
+router is needed: how each reads was observed from its own code.
 """
 
 _EPILOG = """\
 examples:
   kvevents lint tcp://10.0.0.5:5557,5558 --for 10
+      every router, what is retained and ten seconds of what comes
   kvevents lint monday.capture --as dynamo,llm-d -v
+      these two, of a capture, and each loss when it comes
   kvevents lint tcp://10.0.0.5:5557 --as vllm-router -n 100 -o json
+      an object per line: findings, how often each came, and a summary
 
 exit codes: 0 nothing is lost; 1 something would be, a capture is damaged, or a
   replay does not end; 2 usage; 3 nothing came, or no block was stored
@@ -46,12 +51,12 @@ def add_options(parser: Parser) -> None:
         "--as",
         dest="consumers",
         metavar="NAME[,NAME…]",
-        help="these consumers only; else every one",
+        help="these routers only; else every one",
     )
     add_sources(parser)
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="write findings of one kind each time"
+        "-v", "--verbose", action="store_true", help="write each loss when it comes"
     )
     add_limits(parser)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -62,13 +67,14 @@ def add_options(parser: Parser) -> None:
 def _consumer_names() -> str:
     from kvevents.lint import CONSUMERS
 
-    return f"names for --as: {', '.join(CONSUMERS)}"
+    text = f"names for --as: {', '.join(CONSUMERS)}"
+    return textwrap.fill(text, 78, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
     from publisher.tools.lint import Report, lint, read_consumers
-    from publisher.tools.source import Sources
+    from publisher.tools.source import Live, Sources
 
     check_limits(options)
     consumers = read_consumers(options.consumers)
@@ -83,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
             source.name if several or as_json else "",
             as_json=as_json,
             verbose=options.verbose,
+            at_once=isinstance(source, Live),
         )
 
     with Sources(
@@ -104,7 +111,7 @@ def _exit_code(command: str, outcome: Outcome) -> int:
         say(f"kvevents {command}: nothing came")
         return FINDINGS if outcome.faults else NO_CONNECTION
     if not outcome.blocks:
-        batches = "1 batch" if outcome.batches == 1 else f"{outcome.batches} batches"
+        batches = "1 batch" if outcome.batches == 1 else f"{outcome.batches:,} batches"
         say(f"kvevents {command}: no block was stored in {batches}")
     if outcome.findings or outcome.faults:
         return FINDINGS

@@ -13,8 +13,9 @@ import msgspec
 from kvevents.lint import CONSUMERS, Consumer, Finding, Lint
 from kvevents.message import Channel, Message
 from publisher.checks import one_line
-from publisher.tools.repeats import Repeats
+from publisher.tools.repeats import Repeated, Repeats
 from publisher.tools.source import Capture, Live, Source, Sources
+from publisher.tools.text import json_text, printable
 
 __all__ = ["Linted", "Outcome", "Report", "lint", "read_consumers"]
 
@@ -34,16 +35,23 @@ def read_consumers(text: str | None) -> list[Consumer]:
 
 
 class Report:
-    """Findings of one source as lines.
+    """What is found in one source, as lines: in the end of each consumer what becomes of it, and below
+    that why, each reason with how often and where. Without `as_json`, `source` may be empty.
 
-    The first of a kind is written when it comes, and how many there were at the end; `verbose`: all are.
+    `at_once`: the first finding of a kind is written when it comes as well; `verbose`: each is.
     """
 
     def __init__(
-        self, write: Callable[[str], None], source: str, *, as_json: bool, verbose: bool
+        self,
+        write: Callable[[str], None],
+        source: str,
+        *,
+        as_json: bool,
+        verbose: bool,
+        at_once: bool = False,
     ) -> None:
         self._write, self._source = write, one_line(source)
-        self._as_json, self._verbose = as_json, verbose
+        self._as_json, self._verbose, self._at_once = as_json, verbose, at_once or as_json
         self._kinds = Repeats[Finding]()
 
     @property
@@ -54,17 +62,40 @@ class Report:
     def take(self, findings: Sequence[Finding]) -> None:
         """Findings about one message."""
         for finding in findings:
-            if self._kinds.take((finding.consumer, finding.rule), finding) or self._verbose:
+            is_first = self._kinds.take((finding.consumer, finding.rule), finding)
+            if self._verbose or (is_first and self._at_once):
                 self._line(str(finding), {"type": "finding", **_plain(finding)})
 
     def close(self, lint: Lint) -> None:
-        """What came more than once, and what became of each consumer."""
+        """What became of each consumer, and why."""
+        if self._as_json:
+            self._close_json(lint)
+            return
+        reasons: dict[str, list[str]] = {}
+        for kind in self._kinds:
+            reasons.setdefault(kind.first.consumer, []).append(_reason(kind))
+        idle: dict[str, list[str]] = {}
+        for tally in lint.tallies:
+            name = tally.consumer.name
+            if not tally.blocks and name not in reasons:
+                idle.setdefault(tally.verdict, []).append(name)
+        for tally in lint.tallies:
+            name, verdict = tally.consumer.name, tally.verdict
+            alike = idle.get(verdict, []) if name not in reasons else []
+            if len(alike) < 2:
+                self._text(str(tally))
+            elif name == alike[0]:
+                everyone = len(alike) == len(lint.tallies)
+                who = f"all {len(alike)} consumers" if everyone else ", ".join(alike)
+                self._text(f"{who}: {verdict}")
+            for reason in reasons.get(name, ()):
+                self._text(f"  {reason}")
+
+    def _close_json(self, lint: Lint) -> None:
         for kind in self._kinds:
             if kind.count > 1 and not self._verbose:
                 more = {"count": kind.count, "last_seq": kind.last.seq}
-                what = f"{kind.first.consumer} {kind.first.rule}, {kind.first.where}"
-                text = f"{kind.count} times to {kind.last.seq}: {what}"
-                self._line(text, {"type": "repeated", **_plain(kind.first), **more})
+                self._object({"type": "repeated", **_plain(kind.first), **more})
         for tally in lint.tallies:
             told = {
                 "type": "summary",
@@ -76,7 +107,7 @@ class Report:
                 "joined_at": None if tally.joined is None else tally.joined[0],
                 "lost": {what: tally.lost[what] for what in sorted(tally.lost)},
             }
-            self._line(str(tally), told)
+            self._object(told)
 
     def left_out(self, size: int, why: str) -> None:
         """Bytes at the end of a capture that were not read; as text, that is a warning."""
@@ -84,13 +115,34 @@ class Report:
             self._object({"type": "capture", "left_out_bytes": size, "why": why})
 
     def _object(self, told: dict[str, Any]) -> None:
-        self._write(msgspec.json.encode({"source": self._source, **told}).decode())
+        self._write(json_text(msgspec.json.encode({"source": self._source, **told})))
+
+    def _text(self, text: str) -> None:
+        self._write(printable(f"{self._source}  {text}" if self._source else text))
 
     def _line(self, text: str, told: dict[str, Any]) -> None:
         if self._as_json:
             self._object(told)
         else:
-            self._write(f"{self._source}  {text}" if self._source else text)
+            self._text(text)
+
+
+def _reason(kind: Repeated[Finding]) -> str:
+    """One kind of loss: what the consumer does, how often and where, and what is there, at first."""
+    one = kind.first
+    return f"{one.verb}{_places(kind)}: {one.where} {one.why}"
+
+
+def _places(kind: Repeated[Finding]) -> str:
+    first, last = kind.first.seq, kind.last.seq
+    at = "" if first is None else f" at seq {first}"
+    if kind.count == 1:
+        return at
+    whole = kind.first.lost in ("batch", "stream", "unread")
+    often = f" {kind.count:,} times" if whole else f" in {kind.count:,} batches"
+    if first is None or last is None:
+        return often
+    return f"{often},{at}" if first == last else f"{often}, first{at}, last at seq {last}"
 
 
 def _plain(finding: Finding) -> dict[str, Any]:
@@ -125,7 +177,8 @@ class Linted:
         """How many came."""
         self.faults = 0
         self._replaying = replay
-        self._held: list[list[bytes]] = []
+        self._held: list[tuple[list[bytes], bool]] = []
+        self._behind = False
         self._held_bytes = 0
         self._asked = self._answered = self._given_up = False
 
@@ -145,8 +198,11 @@ class Linted:
             case Channel.OVER:
                 self.report.take(self.lint.over())
                 self._replaying, self._given_up = False, True
+            case Channel.BEHIND | Channel.ABREAST:
+                self._behind = message.channel == Channel.BEHIND
+                return
             case Channel.LIVE:
-                self._held.append(frames)
+                self._held.append((frames, self._behind))
                 self._held_bytes += sum(map(len, frames))
             case _:
                 return
@@ -157,8 +213,8 @@ class Linted:
     def release(self) -> None:
         """Let what was held come in its turn."""
         held, self._held, self._held_bytes = self._held, [], 0
-        for frames in held:
-            self.report.take(self.lint.live(frames))
+        for frames, behind in held:
+            self.report.take(self.lint.live(frames, behind=behind))
 
     @property
     def blocks(self) -> int:
@@ -213,6 +269,9 @@ def lint(
         if (why := one.missing_end(time_is_up=time_is_up and one in live)) is not None:
             one.faults += 1
             warn(why)
+        if own := one.lint.own_gaps:
+            gaps = "1 gap is" if own == 1 else f"{own:,} gaps are"
+            warn(f"{gaps} held against nobody: we read too slowly, and may have lost the batches")
     return Outcome(
         batches=sum(one.batches for one in linted),
         blocks=sum(one.blocks for one in linted),

@@ -25,6 +25,7 @@ from kvevents.reading import read
 
 __all__ = [
     "CLEARED",
+    "SIZE",
     "Publisher",
     "answer",
     "asked",

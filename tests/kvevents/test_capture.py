@@ -153,8 +153,21 @@ def test_what_came_from_a_newer_writer_is_read() -> None:
     reader = CaptureReader()
     unknown, more = (record(msgspec.msgpack.encode([7, number, []])) for number in (99, 0))
     assert reader.feed(capture_start(HEAD) + unknown + more) == [Message(7, Channel.LIVE, [])]
+    unknown_and_longer = record(msgspec.msgpack.encode([7, 99, [b"a"], "more"]))
+    assert reader.feed(unknown_and_longer + more) == [Message(7, Channel.LIVE, [])]
     assert reader.damaged is None
-    reader.feed(record(msgspec.msgpack.encode([7, -1, []])) + more)
+    reader.close()
+    assert (reader.damaged, reader.torn) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    "body", [[7, -1, []], [7, 99], [7, "99", []], [7, 99, ["text"]], {"channel": 99}, 99]
+)
+def test_what_is_no_message_is_damage(body: object) -> None:
+    """Of an unknown channel or of none: it, and all behind it, is not read."""
+    reader = CaptureReader()
+    told = record(msgspec.msgpack.encode(body)) + record(msgspec.msgpack.encode([7, 0, []]))
+    assert reader.feed(capture_start(HEAD) + told) == []
     assert reader.damaged == "a record that is not understood"
 
 
@@ -360,14 +373,16 @@ def test_the_reader_of_the_documentation_reads_it(tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "capture.md"
     found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert len(found) == 1
-    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    plain, packed, members = tmp_path / "plain", tmp_path / "packed", tmp_path / "members"
     plain.write_bytes(captured(*MESSAGES))
     data, _, messages = flushed(20)
     packed.write_bytes(data[:-3])
+    whole = captured(*MESSAGES)
+    members.write_bytes(gzip.compress(whole[:60]) + bytes(9) + gzip.compress(whole[60:]))
     names: dict[str, object] = {}
     exec(found[0], names)
     read = names["read"]
     assert callable(read)
     told = [[one.at_ns, int(one.channel), one.frames] for one in MESSAGES]
-    assert list(read(plain)) == told
+    assert list(read(plain)) == list(read(members)) == told
     assert [one[2] for one in read(packed)] == [one.frames for one in messages]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -18,6 +18,7 @@ from kvevents_streams import (
     CPU,
     DISK,
     GPU,
+    SIZE,
     Publisher,
     answer,
     asked,
@@ -31,8 +32,8 @@ from kvevents_streams import (
     stream,
 )
 
-from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvevents.check import RULES, Checker, Finding, Place, Verifier
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, block_hashes
+from kvevents.check import RULES, SCHEMES, Checker, Finding, Place, Verifier
 from kvevents.follower import Follower, Told
 from kvevents.frames import JOIN, live_frames
 from kvevents.message import Channel, Message
@@ -195,6 +196,8 @@ def test_a_rule_and_the_event_it_contradicts(case: Case) -> None:
         (stored([A], token_ids=[1]), "length"),
         (stored([A], token_ids=[1, 2**32]), "token-ids"),
         (stored([A], block_size=0), "block-size"),
+        (stored([A], block_size=-1), "block-size"),
+        (stored([A], token_ids=[], block_size=-1), "block-size"),
         (stored([A], extra_keys=[]), None),
         (stored([A], extra_keys=[None, None]), "extra-keys"),
         (stored([A], token_ids=[]), None),
@@ -328,10 +331,41 @@ def test_who_spells_as_vllm_may_hold_a_block_twice() -> None:
 
 
 def test_blocks_told_by_their_hashes_alone() -> None:
-    """In any order, without parents, as offloading tells of them."""
-    named = BlockStored([B, A], None, [], 0, medium=CPU)
+    """In any order, without parents, as offloading tells of them; a size of 0, which some of it says, is
+    a note. With a parent it is a violation.
+    """
+    named = BlockStored([B, A], None, [], 2, medium=CPU)
     assert checked(stream(START, [AB], [named], [removed([B, A], CPU)])) == []
-    assert rules(checked(stream(START, [AB], [named], [named]))) == ["stored-again"]
+    for size, parent, severity in ((0, None, "note"), (0, A, "violation"), (-1, None, "violation")):
+        event = BlockStored([C], parent, [], size, medium=GPU)
+        found = checked(stream(START, [AB], [event]))
+        assert [(one.rule, one.severity) for one in found] == [("block-size", severity)]
+
+
+def test_children_without_tokens_are_counted_off() -> None:
+    """A chain told by its hashes, with parents: behind a block is who was told to be, on each medium,
+    whether tokens were told of it there, elsewhere, later, or never.
+    """
+    first, bare = stored([A]), stored([B, C], A, token_ids=[])
+    named = BlockStored([C, B, A], None, [], 2, medium=CPU)
+    gone = [removed([C, B, A])]
+    gone_too = [removed([C, B, A], CPU)]
+    sound: list[Batches] = [
+        [[first], [bare], gone],
+        [[first], [bare], [removed([C])], [stored([C], B, token_ids=[])], gone],
+        [
+            [stored([A, B, C])],
+            [stored([A], None, CPU), stored([B, C], A, CPU, token_ids=[])],
+            gone_too,
+        ],
+        [[first], [bare], [stored([A, B, C], None, CPU)], gone, gone_too],
+        [[stored([A, B, C])], [named], gone_too, gone],
+        [[named], [stored([A, B, C])], gone_too, gone],
+    ]
+    for told in sound:
+        assert rules(checked(stream(START, *told))) == [], told
+    assert rules(checked(stream(START, [first, bare], [removed([A, C, B])]))) == ["child-left"]
+    assert rules(checked(stream(START, [first, bare], [removed([B, C, A])]))) == ["child-left"]
 
 
 def test_several_objects_of_one_block_in_a_store() -> None:
@@ -609,6 +643,43 @@ def test_no_bytes_raise(messages: list[Message], replay: bool) -> None:
     for one in checked(messages, replay=replay, verifier=Verifier("auto")):
         assert RULES[one.rule].invariant == one.invariant
         assert one.severity in ("violation", "note")
+
+
+TOKENS = [5, 6, 7, 8]
+NAMES = block_hashes(TOKENS, SIZE)
+Keys = st.none() | st.booleans() | st.text(max_size=2) | st.floats() | Plain
+SOUND = plain(BlockStored(list(NAMES), None, TOKENS, SIZE, medium=GPU))
+Changes = {
+    "block_hashes": st.sampled_from([NAMES[:1], [*NAMES, 7], [bytes(32), bytes(32)], []]),
+    "parent_block_hash": st.sampled_from([NAMES[0], 9, -1, b"", bytes(32), bytes(40)]),
+    "token_ids": st.sampled_from([TOKENS[:2], [*TOKENS, 1, 2], []]),
+    "block_size": st.sampled_from([1, 0, -1, 2**63]),
+    "lora_id": st.integers(-(2**63), 2**64 - 1),
+    "lora_name": st.text(max_size=2),
+    "cache_salt": st.text(max_size=2),
+    "extra_key": st.text(max_size=2),
+    "extra_keys": Plain | st.lists(st.none() | st.lists(Keys, max_size=2) | Keys, max_size=3),
+    "group_idx": st.integers(-(2**63), 2**64 - 1),
+    "kv_cache_spec_kind": st.text(max_size=2),
+}
+Believable = st.lists(
+    st.sampled_from(list(Changes)).flatmap(lambda key: st.tuples(st.just(key), Changes[key])),
+    max_size=2,
+).map(lambda changes: SOUND | dict(changes))
+"""Stores that come as far as the verifier, with anything else in them."""
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@trials(60)
+@given(st.lists(st.lists(Believable, max_size=3), max_size=4), st.floats())
+def test_no_field_of_an_event_raises(
+    scheme: str, batches: list[list[dict[str, Any]]], ts: float
+) -> None:
+    """Held to the hashes of each scheme, whatever is in the fields that they are made of."""
+    packed = [msgspec.msgpack.encode([ts, events, 0]) for events in batches]
+    told = [live(seq, one) for seq, one in enumerate(packed)]
+    for one in checked(told, verifier=Verifier(scheme)):
+        assert one.rule in RULES
 
 
 def test_memory_is_that_of_what_is_held() -> None:

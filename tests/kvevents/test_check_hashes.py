@@ -96,6 +96,19 @@ def test_vllms(vector: dict[str, Any], scheme: str, form: str) -> None:
             assert verified(Verifier(scheme, seed), chain(hashes, vector, extra_keys=bare)) == []
 
 
+def test_extra_keys_that_are_not_of_the_blocks_verify_nothing() -> None:
+    """Too few of them, and too many: no block of the event can be told right or wrong."""
+    one = VECTORS[1]["vllm_sha256_cbor"][0]
+    hashes = one["published"]
+    for count in (1, len(hashes) + 1):
+        for scheme in ("auto", "vllm-sha256-cbor"):
+            verifier = Verifier(scheme)
+            event = chain(hashes, VECTORS[1], extra_keys=[None] * count)
+            assert verified(verifier, event) == (["hash-scheme"] if scheme == "auto" else [])
+            assert verifier.verified == verifier.wrong == 0
+            assert verifier.unverifiable == len(hashes)
+
+
 def test_a_digest_of_vllm_needs_no_history() -> None:
     """It is the parent whole."""
     one = VECTORS[0]["vllm_sha256_cbor"][0]

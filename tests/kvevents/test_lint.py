@@ -11,11 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kvevents_data import Golden, frames, golden
+from kvevents_reference import trials
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, HashFormat
 from kvevents.dialect import PRESETS
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_end, reset_frames
 from kvevents.lint import CONSUMERS, Finding, Lint
+from kvevents.lint.shapes import Quiet
 from kvevents.speller import Speller
 from kvevents.store_form import StoreSpeller
 
@@ -483,7 +485,7 @@ def test_a_late_join_is_no_finding_and_is_over_with_a_clear() -> None:
     assert lint.live(live_frames(b"", 7, pack((TS, [stored()], 0)))) == []
     history = "what was stored before is unknown to it: it asks for no replay"
     assert (
-        str(lint.tallies[0]) == "sgl-router experimental, Aug 2026: takes all 1 batch, 1 block;"
+        str(lint.tallies[0]) == "sgl-router experimental, Aug 2026: takes the one batch, 1 block;"
         f" joined at seq 7: {history}"
     )
     assert lint.live(live_frames(b"", 8, CLEAR)) == []
@@ -498,7 +500,7 @@ def test_nothing_stored_is_not_all_taken() -> None:
     assert str(lint.tallies[0]) == "dynamo 1.6.1: saw no block in 2 batches"
     lint = Lint([CONSUMERS["mooncake-store"]])
     lint.live(live_frames(b"", 0, pack((1, [mooncake_stored(type="BlockStored")], 0))))
-    assert str(lint.tallies[0]).endswith("takes all 1 batch, 1 block")
+    assert str(lint.tallies[0]).endswith("takes the one batch, 1 block")
 
 
 def test_a_clear_at_a_gap_is_what_a_store_means() -> None:
@@ -708,6 +710,61 @@ payloads = st.one_of(
 )
 
 
+@trials(40)
+@given(
+    told=st.lists(st.sampled_from(range(4)), max_size=8),
+    made=st.lists(batches | payloads, min_size=4, max_size=4),
+    topic=st.sampled_from([b"", b"kv@a@b"]),
+)
+def test_who_lost_nothing_of_a_shape_is_not_looked_at_again(
+    told: list[int], made: list[bytes], topic: bytes
+) -> None:
+    """And still the same is found, of batches that come again and again, live and in replays, as by who
+    looks into each of them.
+    """
+    quick, slow = Lint(CONSUMERS.values()), Lint(CONSUMERS.values())
+    for seq, which in enumerate(told):
+        slow._quiet = Quiet()
+        if which == 3:
+            message = replay_answer(topic, seq, made[which], delimited=True)
+            assert quick.answer(message) == slow.answer(message)
+        else:
+            message = live_frames(topic, seq, made[which])
+            assert quick.live(message) == slow.live(message)
+    assert quick.tallies == slow.tallies
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "consumer"),
+    [
+        (stored(), stored(medium="CPU_PINNED"), "vllm-router"),
+        (stored(), stored(block_size=2), "dynamo"),
+        (stored(), stored(cache_salt="s"), "llm-d"),
+        (stored(lora_name=""), stored(lora_name="x"), "aibrix"),
+        (stored(cache_salt="s"), stored(cache_salt="s", locality="REMOTE"), "smg"),
+        (stored(block_hashes=[]), stored(), "vllm-router"),
+        (stored(), stored(block_hashes=[HASH, HASH]), "smg"),
+        (stored(), stored(token_ids=[1, 2, 3]), "smg"),
+        (stored(), stored(token_ids=[2**32, 2, 3, 4]), "smg"),
+        (stored(lora_id=1, lora_name="x"), stored(lora_id=1), "dynamo"),
+        (mooncake_stored(), mooncake_stored(tenant_id="t"), "mooncake-store"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_tells_shapes_apart(one: Any, other: Any, consumer: str) -> None:
+    """What differs in what some consumer minds is looked at, after however much of the other; nothing but
+    values is not looked at again, whatever the values.
+    """
+    spelled = in_array if consumer in ARRAYS_ONLY else dict
+    batches = [
+        pack((1 if "event_type" in each else TS, [spelled(each)], 0)) for each in (one, other)
+    ]
+    for first, second in (batches, batches[::-1]):
+        alone = [one.rule for one in findings_of(consumer, first, second)]
+        after = [one.rule for one in findings_of(consumer, first, first, first, second)]
+        assert set(alone) == set(after) != set()
+
+
 @example(
     messages=[
         ("live", live_frames(b"", 0, b"\0")),
@@ -809,7 +866,7 @@ def test_what_is_too_large_is_not_looked_into(payload: bytes, why: str) -> None:
     by_name = {tally.consumer.name: str(tally) for tally in lint.tallies}
     assert by_name["dynamo"] == "dynamo 1.6.1: is not judged in 1 batch"
     too_large_for_it = len(payload) > 16 << 20
-    assert ("loses 1 of 1 batch" in by_name["vllm-router"]) == too_large_for_it
+    assert ("loses the one batch" in by_name["vllm-router"]) == too_large_for_it
     assert lint.live(live_frames(TOPICS["llm-d"], 1, pack((TS, [], 0)))) is not None
 
 

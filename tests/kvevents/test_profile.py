@@ -364,6 +364,36 @@ def test_a_block_that_another_tier_kept_is_said() -> None:
     assert profile.heads(9) == [Head(0, GPU, 1, 1, 3)]  # type: ignore[arg-type]
 
 
+def test_more_ranks_than_are_followed_apart_are_one() -> None:
+    """The first 64 each have their own, whatever comes; what more there is costs no more of them."""
+    profile = Profile()
+    ranks = [*range(63), 2**40, *range(100, 400), -1]
+    for at, rank in enumerate(ranks):
+        profile.take(at, reading(stored(1, rank % 7 + 2), rank=rank))
+    assert profile.ranks == [*range(63), 2**40] and profile.has_others
+    assert profile.tiers()[GPU].resident == 64 * 2 + 8, "of all others a hash is one block"
+    assert profile.tiers(100) == profile.tiers(-1) == {}
+    assert profile.tiers(2**40)[GPU].stored == 2
+    profile.take(500, reading(AllBlocksCleared(), rank=300))
+    assert (profile.tiers()[GPU].resident, profile.tiers()[GPU].cleared) == (128, 8)
+    assert profile.timeline.stretches[-1].resident[0] == 128
+    events: list[Event] = [stored(1), removed(1), stored(1)]
+    for at, event in enumerate(events):
+        profile.take(500 + at, reading(event, rank=99))
+    assert profile.heads(3) == [Head(None, GPU, 1, 1, 1)]  # type: ignore[arg-type]
+
+
+def test_what_was_replayed_was_not_published_then() -> None:
+    """It is resident and counted, and in no rate; how many batches it was is known."""
+    profile = Profile()
+    profile.take(0, reading(stored(1, 2), removed(1), replayed=True))
+    profile.take(0, reading(stored(3)))
+    (stretch,) = profile.timeline.stretches
+    assert (stretch.events, stretch.blocks, stretch.resident[0]) == ([1, 0, 0], [1, 0, 0], 2)
+    assert (profile.batches, profile.replayed) == (2, 1)
+    assert profile.events == {"stored": 2, "removed": 1, "cleared": 0}
+
+
 def test_hashes_are_what_they_name_and_not_how() -> None:
     """A hash as bytes, unsigned or signed is one block."""
     profile = Profile()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import random
@@ -15,6 +17,7 @@ from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
 
+import msgspec
 import pytest
 from publisher_rig import (
     PATIENCE_S,
@@ -41,6 +44,7 @@ from kvevents.capture import CaptureHead, capture_start, pack_message
 from kvevents.frames import live_frames
 from kvevents.message import Channel
 from publisher import Respawn, Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
+from publisher.cli import main
 
 GPU, CPU, _, _ = StorageMedium
 CLEARED = AllBlocksCleared()
@@ -91,7 +95,7 @@ def test_a_lie_is_a_line(tmp_path: Path) -> None:
     name = f"{B & 2**64 - 1:016x}"[:12]
     assert done.stdout.splitlines() == [
         f"seq 3 event 0    removed-unknown (1): {name} was removed from GPU already; see seq 2 event 0",
-        "2 times to seq 4 event 0: removed-unknown",
+        "removed-unknown: 2 times in all, last at seq 4 event 0",
         f"{file}: 5 batches, 5 events, 2 blocks: breaks its promises: removed-unknown 2",
     ]
     assert (done.returncode, done.stderr) == (1, "")
@@ -168,6 +172,11 @@ def test_hashes_of_another_make(tmp_path: Path) -> None:
         (("--for", "0"), 2, "--for: 0.0 is not above 0"),
         (("-n", "0"), 2, "--count: 0 is below 1"),
         (("--verify-hashes", "md5"), 2, "--verify-hashes: invalid choice: 'md5'"),
+        (
+            ("--verify-hashes", "tcp://h:1"),
+            2,
+            "'tcp://h:1' is no scheme: put the sources first, or",
+        ),
         (("--hash-seed", "0"), 2, "--hash-seed: it goes with --verify-hashes vllm-sha256-cbor"),
         (("--allow", "gap,x\x1b"), 2, "--allow: 'x\\x1b' is not one of removed-unknown, "),
         (("--as", "dynamo", "--strict"), 2, "--strict: it does not go with --as"),
@@ -182,6 +191,65 @@ def test_what_cannot_be_run_is_one_line(
     assert (done.returncode, done.stdout) == (code, "")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_source_in_the_place_of_a_scheme(tmp_path: Path) -> None:
+    """Exit code 2: it says how to write it; either way of them then does."""
+    file = capture(tmp_path / "c", [CLEARED], [AB])
+    done = kvevents("check", "--verify-hashes", file)
+    hint = f"put the sources first, or write --verify-hashes=auto {file}"
+    said = f"kvevents check: argument --verify-hashes: '{file}' is no scheme: {hint}\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    assert kvevents("check", "--verify-hashes=auto", file).returncode == 0
+    assert kvevents("check", file, "--verify-hashes").returncode == 0
+
+
+def test_a_strangers_words_cannot_reach_the_terminal_raw(tmp_path: Path) -> None:
+    """What turns, hides or breaks text is escaped, in a type and in what is no batch, in both outputs."""
+    odd = {"type": "\x1b[31m\u202e\u200b\u2028\x85"}
+    told = [
+        msgspec.msgpack.encode([1.0, [odd], 0]),
+        msgspec.msgpack.encode(["\x9b\u2066\x85", [], 0]),
+        payload_of(AB),
+    ]
+    head = capture_start(CaptureHead(endpoint="tcp://h:1", replay_endpoint=None))
+    records = [
+        pack_message(seq, Channel.LIVE, live_frames(b"", seq, one)) for seq, one in enumerate(told)
+    ]
+    file = tmp_path / "c\u202e\x85"
+    file.write_bytes(head + b"".join(records))
+    for output in ("text", "json"):
+        out = run("check", str(file), "-v", "-o", output)
+        assert out.count("\n") >= 3
+        assert all(line.isprintable() for line in out.split("\n")), out
+
+
+def run(*arguments: str) -> str:
+    """What the command writes, in this process."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        main(arguments)
+    return out.getvalue()
+
+
+def test_a_hole_is_our_own_only_while_we_read_too_slowly(tmp_path: Path) -> None:
+    """One that came then is a note; the next one is the publisher's, and a violation."""
+    head = capture_start(CaptureHead(endpoint="tcp://h:1", replay_endpoint=None))
+    told: list[tuple[Channel, list[bytes]]] = [
+        (Channel.LIVE, live_frames(b"", 0, payload_of(CLEARED, AB))),
+        (Channel.BEHIND, []),
+        (Channel.LIVE, live_frames(b"", 3, payload_of())),
+        (Channel.ABREAST, []),
+        (Channel.LIVE, live_frames(b"", 4, payload_of())),
+        (Channel.LIVE, live_frames(b"", 7, payload_of())),
+    ]
+    file = tmp_path / "c"
+    file.write_bytes(head + b"".join(pack_message(0, *one) for one in told))
+    lost = [json.loads(line) for line in run("check", str(file), "-o", "json", "-v").splitlines()]
+    assert [(one["seq"], one["severity"]) for one in lost if one.get("rule") == "lost"] == [
+        ("1", "note"),
+        ("5", "violation"),
+    ]
 
 
 def test_nothing_to_hold_it_to(tmp_path: Path) -> None:

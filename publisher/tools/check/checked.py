@@ -24,6 +24,7 @@ class Checked:
         self.source, self.report = source, report
         self.checker = Checker(verifier=verifier)
         self._behind = False
+        """Whether a hole of which nothing was found yet may be a loss of our own."""
         self._reported: set[Finding] = set()
         self.second = Checker()
         """Of who joins anew in the end."""
@@ -41,14 +42,18 @@ class Checked:
         self._behind = self._behind or self.source.is_behind
 
     def _own(self, findings: Sequence[Finding]) -> Iterator[Finding]:
+        holes = False
         for one in findings:
             if len(self._reported) < _REPORTED:
                 self._reported.add(one)
-            if self._behind and one.rule in ("gap", "lost"):
+            is_hole = one.rule in ("gap", "lost")
+            holes = holes or is_hole
+            if self._behind and is_hole:
                 why = f"{one.what}, maybe by us alone: we read too slowly"
                 yield replace(one, severity="note", what=why)
             else:
                 yield one
+        self._behind = self._behind and not holes
 
     def close(self, compared: Compared | None) -> None:
         """There is no more."""

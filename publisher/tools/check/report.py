@@ -12,6 +12,7 @@ import msgspec
 from kvevents.check import RULES, Checker, Finding, Place, Verifier
 from publisher.checks import one_line, shown
 from publisher.tools.repeats import Repeats
+from publisher.tools.text import json_text, printable
 
 __all__ = ["Compared", "Report", "number", "read_rules"]
 
@@ -95,7 +96,7 @@ class Report:
         for kind in self._kinds:
             if kind.count > 1 and not self._verbose:
                 more = {"count": kind.count, "last_seq": str(kind.last.place.seq)}
-                text = f"{kind.count:,} times to {kind.last.place}: {kind.first.rule}"
+                text = f"{kind.first.rule}: {kind.count:,} times in all, last at {kind.last.place}"
                 self._line(text, {"type": "repeated", **_plain(kind.first), **more})
         if self._as_json:
             self._object(self._summary(checker, compared))
@@ -147,13 +148,13 @@ class Report:
         }
 
     def _object(self, told: dict[str, Any]) -> None:
-        self._write(msgspec.json.encode({"source": self._source, **told}).decode())
+        self._write(json_text(msgspec.json.encode({"source": self._source, **told})))
 
     def _line(self, text: str, told: dict[str, Any]) -> None:
         if self._as_json:
             self._object(told)
         else:
-            self._write(one_line(f"{self._source}  {text}" if self._several else text))
+            self._write(printable(f"{self._source}  {text}" if self._several else text))
 
 
 def _text(finding: Finding) -> str:
