@@ -242,7 +242,7 @@ def tail_and_top(requests: Sequence[Request]) -> Iterator[tuple[str, str]]:
 
 def recorded(folder: Path, requests: Sequence[Request]) -> Path:
     """A capture of a worker whose tiers are too small for the trace."""
-    file = folder / "worker.kve"
+    file = folder / "worker.capture"
     with Worker(enumerate(requests), (2048, 6144), folder / "store") as worker:
         source = f"{worker.forwarder.endpoint},{worker.replay_port}"
         recorder = subprocess.Popen([*KVEVENTS, "record", source, "-w", str(file)])

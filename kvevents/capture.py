@@ -51,10 +51,18 @@ class CaptureHead(msgspec.Struct, frozen=True, kw_only=True):
     started_ns: int = 0
 
 
+class _AnyMessage(msgspec.Struct, array_like=True, frozen=True):
+    """A message of whatever channel; behind its fields there may be more."""
+
+    at_ns: int
+    channel: int
+    frames: list[bytes]
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_head = msgspec.msgpack.Decoder(CaptureHead).decode
 _decode_message = msgspec.msgpack.Decoder(Message).decode
-_decode_any_message = msgspec.msgpack.Decoder(tuple[int, int, list[bytes]]).decode
+_decode_any_message = msgspec.msgpack.Decoder(_AnyMessage).decode
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
@@ -238,7 +246,7 @@ class CaptureReader:
 def _is_of_another_channel(body: bytes) -> bool:
     """Whether it is a message, of a channel that a later writer knows."""
     try:
-        channel = _decode_any_message(body)[1]
+        channel = _decode_any_message(body).channel
     except _UNREADABLE:
         return False
     return channel > max(Channel)

@@ -11,6 +11,10 @@ P3  A return is a store of a block that was removed from that tier, with no clea
     would still have had the block: it is the most that was missing, and less may have been enough.
 P4  Memory is bounded by the distinct blocks since the last clear, and by the heads of returning runs;
     the timeline and the histograms have bounds of their own.
+P5  The first 64 ranks are followed apart. All others are taken for one: what two of them have of one hash
+    is one block, and a clear of one clears all of them.
+P6  What came in answer to a replay is in every count, but not in the timeline's events and blocks: it was
+    published at some other time.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import TypeAlias
 
 from kvevents.absences import Absences
@@ -34,6 +39,7 @@ __all__ = ["Counts", "Head", "Profile", "Tier"]
 _MEDIA = tuple(StorageMedium)
 _STORED, _REMOVED, _CLEARED = range(len(KINDS))
 _UNKNOWN = -1
+_MOST_RANKS = 64
 
 
 @dataclass(slots=True)
@@ -84,7 +90,8 @@ class Counts:
 class Head:
     """The first of several blocks that returned together: whose, where, how often, and how many."""
 
-    rank: int
+    rank: int | None
+    """None: one of those that are not followed apart (P5)."""
     medium: StorageMedium
     block_hash: BlockHash
     times: int
@@ -164,9 +171,11 @@ class Profile:
 
     def __init__(self, most: int = 2000) -> None:
         self.timeline = Timeline(most)
-        self.batches = self.undecodable = self.skipped = self.missed = 0
+        self.batches = self.replayed = self.undecodable = self.skipped = self.missed = 0
+        """`replayed`: of the batches, those that came in answer to a replay."""
         self.events = dict.fromkeys(KINDS, 0)
-        self._ranks: dict[int, _Tiers] = {}
+        self._ranks: dict[int | None, _Tiers] = {}
+        """None: all that are not followed apart."""
         self._resident = dict.fromkeys(_MEDIA, 0)
 
     def take(self, at_ns: int, one: Reading | Malformed | Gap | Lost | Restarted) -> None:
@@ -194,11 +203,18 @@ class Profile:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that were told of, ascending."""
-        return sorted(self._ranks)
+        """Those that are followed apart, ascending."""
+        return sorted(rank for rank in self._ranks if rank is not None)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether more were told of than are followed apart."""
+        return None in self._ranks
 
     def tiers(self, rank: int | None = None) -> dict[StorageMedium, Counts]:
-        """Of a rank, or of all together; only media that blocks were on. Empty for an unknown rank."""
+        """Of a rank, or of all together; only media that blocks were on. Empty for a rank that is not
+        followed apart.
+        """
         ranks = self._ranks.values() if rank is None else [self._ranks.get(rank, {})]
         found = {medium: Counts() for medium in _MEDIA}
         for tiers in ranks:
@@ -208,9 +224,11 @@ class Profile:
 
     def heads(self, most: int) -> list[Head]:
         """The runs of blocks that returned most often, at most so many of them."""
-        return sorted(self._heads(), key=lambda h: (-h.times, -h.blocks, h.rank, h.block_hash))[
-            :most
-        ]
+        return nsmallest(
+            most,
+            self._heads(),
+            key=lambda h: (-h.times, -h.blocks, h.rank is None, h.rank or 0, h.block_hash),
+        )
 
     def _heads(self) -> Iterator[Head]:
         for rank, tiers in self._ranks.items():
@@ -225,11 +243,10 @@ class Profile:
         self.skipped += len(reading.skipped)
         stretch = self.timeline.stretches[-1]
         since = _UNKNOWN if reading.told.replayed else at_ns
-        tiers = self._ranks.get(reading.rank)
-        if tiers is None and reading.events:
-            tiers = self._ranks[reading.rank] = {}
+        live = not reading.told.replayed
+        self.replayed += not live
+        tiers = self._tiers_of(reading.rank) if reading.events else {}
         for event in reading.events:
-            assert tiers is not None
             if isinstance(event, BlockStored):
                 kind, blocks = _STORED, self._store(tiers, event, at_ns, since)
             elif isinstance(event, BlockRemoved):
@@ -238,8 +255,14 @@ class Profile:
                 kind, blocks = _CLEARED, self._clear(tiers)
                 stretch.marks["cleared"] += 1
             self.events[KINDS[kind]] += 1
-            stretch.events[kind] += 1
-            stretch.blocks[kind] += blocks
+            stretch.events[kind] += live
+            stretch.blocks[kind] += live * blocks
+
+    def _tiers_of(self, rank: int) -> _Tiers:
+        found = self._ranks.get(rank)
+        if found is not None:
+            return found
+        return self._ranks.setdefault(rank if len(self._ranks) < _MOST_RANKS else None, {})
 
     def _store(self, tiers: _Tiers, event: BlockStored, at_ns: int, since: int) -> int:
         medium = medium_of(event)

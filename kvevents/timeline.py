@@ -20,7 +20,7 @@ class Stretch:
 
     start_ns: int
     events: list[int] = field(default_factory=lambda: [0] * len(KINDS))
-    """How many, by kind."""
+    """How many, by kind; of what was published then."""
     blocks: list[int] = field(default_factory=lambda: [0] * len(KINDS))
     """How many blocks they told of; for cleared, those that were there."""
     resident: tuple[int, ...] = ()

@@ -7,7 +7,6 @@ import contextlib
 import math
 import time
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from publisher.checks import check_text
@@ -26,10 +25,10 @@ _SLOWEST, _FASTEST = 0.001, 1e6
 
 _EPILOG = f"""\
 examples:
-  kvevents play today.kvc --endpoint tcp://127.0.0.1:5557 \\
+  kvevents play today.capture --endpoint tcp://127.0.0.1:5557 \\
       --replay-endpoint tcp://127.0.0.1:5558
-  kvevents play today.kvc --endpoint 'tcp://*:5557' --speed 10 --no-wait
-  kvevents play today.kvc --endpoint ipc:///tmp/kv --speed max
+  kvevents play today.capture --endpoint 'tcp://*:5557' --speed 10 --no-wait
+  kvevents play today.capture --endpoint ipc:///tmp/kv --speed max
 
 What came live is published as it came, malformed messages too. The replay
 socket answers with what was published so far and with what the capture's own
@@ -37,8 +36,8 @@ replays had brought. Without a replay socket, that is published too, in its
 place, so that a subscriber that cannot ask has the state.
 
 A subscriber that is too slow misses messages, as with any publisher; with
---speed max it is waited for, up to a second. Ctrl-C ends it; after the last
-message that is as good an end as any.
+--speed max it is waited for, up to a second. Ctrl-C, SIGTERM and SIGHUP end
+it; after the last message that is as good an end as any.
 
 exit codes: 0 ok, {FINDINGS} the capture is damaged (what is whole was played),
 {USAGE} usage or no capture, {NO_CONNECTION} nothing is in it
@@ -92,7 +91,8 @@ def add_options(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
     from publisher.endpoint import Endpoint
-    from publisher.tools.source import Capture
+    from publisher.tools.captures.ending import like_ctrl_c
+    from publisher.tools.source import Capture, parse_file
 
     Endpoint.parse("--endpoint", options.endpoint)
     if options.replay_endpoint is not None:
@@ -106,8 +106,9 @@ def run(options: argparse.Namespace) -> int:
         check_seconds("--stay", options.stay)
     if not 1 <= options.buffer_steps <= _MOST:
         raise ValueError(f"--buffer-steps: {options.buffer_steps} is not in 1..{_MOST}")
-    capture = Capture(Path(options.file), "FILE")
-    return _play(capture, options, speed)
+    capture = Capture(parse_file(options.file, "FILE"), "FILE")
+    with like_ctrl_c():
+        return _play(capture, options, speed)
 
 
 def _speed(text: str) -> float:

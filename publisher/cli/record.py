@@ -9,8 +9,8 @@ from publisher.cli.parsing import (
     NO_CONNECTION,
     USAGE,
     Parser,
+    add_keys,
     add_limits,
-    add_sources,
     check_limits,
     read_keys,
     read_sources,
@@ -21,13 +21,15 @@ __all__ = ["add_options", "run"]
 
 _EPILOG = f"""\
 examples:
-  kvevents record -w today.kvc tcp://10.0.0.5:5557,5558
-  kvevents record -w hour.kvc tcp://10.0.0.5:5557 --for 3600
-  kvevents record -w - tcp://10.0.0.5:5557,5558 | ssh desk 'cat > today.kvc'
+  kvevents record -w today.capture tcp://10.0.0.5:5557,5558
+  kvevents record -w hour.capture tcp://10.0.0.5:5557 --for 3600
+  kvevents record -w some.capture tcp://10.0.0.5:5557 -n 1000
+  kvevents record -w - tcp://10.0.0.5:5557 | ssh desk 'cat > today.capture'
 
-Tokens of prompts are in a capture: its owner alone may read the file. It is
-packed (zcat reads it), and what came is in it at once: a kill costs at most
-what came last. tail, state, check, lint, plot and play read it.
+Until Ctrl-C, unless told. -n counts batches, those of replays too. Tokens of
+prompts are in a capture: its owner alone may read the file. It is packed (zcat
+reads it), and what came is in it at once: a kill costs at most what came last.
+tail, state, top, check, lint, plot and play read it.
 
 exit codes: 0 ok, {USAGE} usage or the file cannot be written, {NO_CONNECTION} nothing came
 """
@@ -37,7 +39,21 @@ def add_options(parser: Parser) -> None:
     """Of `record`."""
     parser.description = "Write what a publisher sends to a capture, with the time of each message."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_sources(parser)
+    parser.usage = "%(prog)s [options] -w FILE SOURCE"
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="a publisher's PUB endpoint, e.g. tcp://10.0.0.5:5557, or with its replay endpoint"
+        " tcp://10.0.0.5:5557,5558; w1=... is taken too, but no name is in a capture",
+    )
+    parser.add_argument(
+        "--replay-endpoint",
+        metavar="ENDPOINT",
+        help="the replay endpoint, apart: ask for what is retained, and close gaps",
+    )
+    parser.add_argument("--topic", default="", help="only topics that begin so")
+    add_keys(parser)
     parser.add_argument(
         "-w",
         "--write",
@@ -71,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("SOURCE: one endpoint is recorded at a time")
     server_key, client_keys = read_keys(options)
     start = _start(options.start, address.replay_endpoint)
-    file = Path(options.write)
+    file = _file(options.write)
     if file == STDOUT:
         _check_stdout()
     head = CaptureHead(
@@ -96,7 +112,8 @@ def run(options: argparse.Namespace) -> int:
         say(f"kvevents record: {what} too large for a capture, and not in it")
     if recorded.behind:
         say(
-            "kvevents record: more came than could be written: what is missing may be missing here only"
+            "kvevents record: it was too slow or stopped at times: what is missing of then may be"
+            " missing in the capture only"
         )
     if not recorded.batches:
         say("kvevents record: nothing came")
@@ -118,8 +135,17 @@ def _start(text: str | None, replay_endpoint: str | None) -> int | None:
     return start.asked
 
 
+def _file(text: str) -> Path:
+    """Raises ValueError for what can be no file."""
+    if not text or "\0" in text:
+        raise ValueError(f"-w: {text!r} is no file")
+    return Path(text)
+
+
 def _check_stdout() -> None:
     import sys
 
-    if sys.stdout is None or sys.stdout.isatty():
+    if sys.__stdout__ is None:  # what stands for it by now takes anything, and keeps nothing
+        raise ValueError("-w: -: standard output is closed")
+    if sys.stdout.isatty():
         raise ValueError("-w: -: standard output is a terminal, and a capture is no text")

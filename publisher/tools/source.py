@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import re
+import stat
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from kvevents.capture import CaptureHead, CaptureReader
 from kvevents.errors import KVEventsError
@@ -20,7 +22,16 @@ from publisher.checks import one_line, shown
 from publisher.closing import Closing
 from publisher.listener import Listener, wait_for
 
-__all__ = ["Address", "Capture", "Live", "Source", "Sources", "parse_sources"]
+__all__ = [
+    "Address",
+    "Capture",
+    "Live",
+    "Source",
+    "Sources",
+    "meant",
+    "parse_file",
+    "parse_sources",
+]
 
 _HWM = 4000
 """Messages that may wait for us. What a slow reader misses is missing for it alone."""
@@ -29,6 +40,14 @@ _MAX_FRAME = 64 << 20
 """Bytes; whoever sends a larger one is disconnected for good."""
 
 _CHUNK = 1 << 20
+_SHOWN = 300
+
+_PLACE = r"(?P<{0}>(?:\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9._*-]+):[0-9]{{1,5}})"
+_NO_SCHEME = re.compile(
+    rf"(?P<name>[^=]*=)?(?:tcp:/{{0,2}}|tcp/{{1,2}})?{_PLACE.format('place')}"
+    rf"(?:,(?:(?:tcp://)?{_PLACE.format('replay')}|(?P<port>[0-9]{{1,5}})))?",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +62,10 @@ class Address:
 def parse_sources(texts: Sequence[str], replay_endpoint: str | None) -> list[Address | Path]:
     """`[NAME=]ENDPOINT[,REPLAY]`, where REPLAY is an endpoint or a port of the same host, or a file.
 
-    `replay_endpoint` is that of the one endpoint there is. Raises ValueError for anything else.
+    `replay_endpoint` is that of the one endpoint there is. Raises ValueError for anything else, and for
+    what is no file but all of an endpoint except its scheme.
     """
-    found = [_parse(text) if "://" in text else Path(text) for text in texts]
+    found = [_parse_one(text) for text in texts]
     if replay_endpoint is not None:
         if len(found) != 1 or not isinstance(found[0], Address):
             raise ValueError("--replay-endpoint: it goes with one endpoint, and nothing else")
@@ -57,6 +77,58 @@ def parse_sources(texts: Sequence[str], replay_endpoint: str | None) -> list[Add
         if names.count(name) > 1:
             raise ValueError(f"SOURCE: {shown(name)} is named twice")
     return found
+
+
+def parse_file(text: str, key: str) -> Path:
+    """A capture, where no endpoint can be given. Raises ValueError for one."""
+    endpoint = text if "://" in text and _kind(text) is None else meant(text)
+    if endpoint is not None:
+        raise ValueError(
+            f"{key}: {_cut(text)} is no capture; `kvevents record {_cut(endpoint)} -w FILE` makes one"
+        )
+    return _path(key, text)
+
+
+def meant(text: str) -> str | None:
+    """The source that is likely meant by what lacks a scheme, or is the file of a socket. None: by any
+    other file that is there, and by all else.
+    """
+    kind = _kind(text)
+    if kind is not None:
+        return f"ipc://{text}" if stat.S_ISSOCK(kind) else None
+    if (found := _NO_SCHEME.fullmatch(text)) is not None:
+        replay = found["port"] or (found["replay"] and f"tcp://{found['replay']}")
+        return f"{found['name'] or ''}tcp://{found['place']}{f',{replay}' if replay else ''}"
+    if text.startswith("ipc:") and "://" not in text:
+        return f"ipc://{text.removeprefix('ipc:')}"
+    return None
+
+
+def _kind(path: str) -> int | None:
+    """Of what is there; None: nothing is."""
+    try:
+        return Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _parse_one(text: str) -> Address | Path:
+    is_endpoint = "://" in text
+    if (likely := meant(text)) is not None and likely != text:
+        why = "no such file" if _kind(text) is None else "a socket, and no file"
+        why = "no endpoint" if is_endpoint else why
+        raise ValueError(f"SOURCE: {_cut(text)}: {why}; did you mean {_cut(likely)}?")
+    return _parse(text) if is_endpoint else _path("SOURCE", text)
+
+
+def _path(key: str, text: str) -> Path:
+    if not text:
+        raise ValueError(f"{key}: '' is no file")
+    return Path(text)
 
 
 def _parse(text: str) -> Address:
@@ -207,17 +279,26 @@ class Capture:
         """Each of them as it came."""
         reader = self._reader
         try:
-            with self.file.open("rb") as capture:
+            with self._open() as capture:
                 while chunk := capture.read(_CHUNK):
                     self._size += len(chunk)
                     for message in reader.read(chunk):
                         self.batches += message.is_batch
                         yield message
         except OSError as error:
-            raise ValueError(f"{self._key}: {self.file}: {error.strerror}") from None
+            raise self._error(error.strerror) from None
         except KVEventsError as error:
-            raise ValueError(f"{self._key}: {self.file}: {error}") from None
+            raise self._error(error) from None
         reader.close()
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self.file.open("rb")
+        except ValueError as error:  # a name that none can have
+            raise self._error(error) from None
+
+    def _error(self, why: object) -> ValueError:
+        return ValueError(f"{self._key}: {_cut(str(self.file))}: {why}")
 
 
 Source = Live | Capture

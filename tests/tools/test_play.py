@@ -248,7 +248,46 @@ def test_a_new_run_or_a_new_state_is_all_there_is() -> None:
     assert seqs(history_of(rejoined), 0) == [22, 23, 24]
 
 
+def test_what_a_recorder_says_of_itself_is_not_played() -> None:
+    """Nor what a later one says, on a channel that is not known: neither sent, nor replayed."""
+    told = [(Channel.BEHIND, [b"x"]), *JOINED, (Channel.ABREAST, [b"y"]), live(23)]
+    steps = list(steps_of(told)[0])
+    assert [one.frames for one in live_only(steps)] == [live(22)[1], live(23)[1]]
+    assert [one.frames for one in in_order(steps, b"")] == [live(seq)[1] for seq in range(20, 24)]
+    assert seqs(history_of(told), JOIN) == [20, 21, 22, 23]
+
+
 # ------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize("ending", ["the end", signal.SIGINT, signal.SIGTERM])
+def test_the_files_of_sockets_are_removed(tmp_path: Path, ending: str | signal.Signals) -> None:
+    """Those that it made, however it ends short of a kill."""
+    told = [live(0), live(1)]
+    file = capture(tmp_path / "c", told, every_ns=0 if ending == "the end" else S * 3600)
+    with short_folder() as folder:
+        both = ("--endpoint", f"ipc://{folder}/a", "--replay-endpoint", f"ipc://{folder}/b")
+        with (
+            playing(file, *both, "--stay", "0.01") as (process, endpoint, _),
+            subscribed(endpoint) as sub,
+        ):
+            take(sub, 1)
+            assert sorted(one.name for one in folder.iterdir()) == ["a", "b"]
+            if isinstance(ending, signal.Signals):
+                process.send_signal(ending)
+            _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == (130 if isinstance(ending, signal.Signals) else 0), err
+        assert list(folder.iterdir()) == []
+
+
+def test_the_file_of_anothers_socket_is_left() -> None:
+    """Whoever has put one in its place meanwhile keeps it."""
+    with short_folder() as folder, RawPublisher() as other:
+        with Player(f"ipc://{folder}/a", None, topic=None, history=History(1)):
+            (folder / "a").unlink()
+            (folder / "held").touch()  # so that the inode is another
+            other.pub.bind(f"ipc://{folder}/a")
+        assert (folder / "a").is_socket()
 
 
 def test_frames_are_sent_as_they_came(tmp_path: Path) -> None:
@@ -572,6 +611,13 @@ def test_no_capture_is_2(tmp_path: Path) -> None:
         assert done.returncode == 2 and done.stderr.startswith(
             f"kvevents play: FILE: {file}: {said}"
         )
+    for name, said in (
+        ("x" * 300, f"{'x' * 300}: File name too long"),
+        ("h:1,2", "h:1,2 is no capture; `kvevents record tcp://h:1,2 -w FILE` makes one"),
+        ("tcp://h:1", "tcp://h:1 is no capture; `kvevents record tcp://h:1 -w FILE` makes one"),
+    ):
+        done = kvevents("play", name, "--endpoint", LOOPBACK)
+        assert (done.returncode, done.stderr) == (2, f"kvevents play: FILE: {said}\n")
     done = kvevents("play", "/nonexistent", "--endpoint", LOOPBACK)
     said = "kvevents play: FILE: /nonexistent: No such file or directory\n"
     assert (done.returncode, done.stderr) == (2, said)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import struct
 import subprocess
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
-from publisher_rig import kvevents, payload_of
+from publisher_rig import PATIENCE_S, eventually, kvevents, payload_of, start_kvevents
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.capture import CaptureHead, capture_start, pack_message
@@ -149,7 +152,7 @@ def page_of(file: Path) -> Page:
 def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A capture of LIFE, and its page, which the command drew."""
     folder = tmp_path_factory.mktemp("life")
-    file = capture(folder / "life.kve", records(LIFE), topic="kv", replay_endpoint="tcp://h:2")
+    file = capture(folder / "life.capture", records(LIFE), topic="kv", replay_endpoint="tcp://h:2")
     assert plot(file, "-o", folder / "life.html").stderr == ""
     return file, (folder / "life.html").read_text()
 
@@ -227,7 +230,7 @@ def test_what_went_wrong_is_marked(tmp_path: Path) -> None:
     file = capture(tmp_path / "c", [*told[:3], *told[5:], *again, *junk])
     page = page_of(file)
     for words in (
-        "batches lost (1)",
+        "loss (1)",
         "restart (1)",
         "cleared (2)",
         "not readable (2)",
@@ -303,7 +306,88 @@ def test_names_from_the_wire_are_only_words(tmp_path: Path) -> None:
     assert size_of(png(Profile(), HOSTILE)) == (1200, 1080)
 
 
+def test_what_turns_or_hides_text_is_written_out(tmp_path: Path) -> None:
+    """Of a file's name, of endpoints and topics: on the page, and in the picture; no font lacks any."""
+    evil = "a\u202eb\u2066c\u200bd\U000e0041e\ufeff\x9b\u0627漢😀"
+    file = capture(tmp_path / evil, records(LIFE), topic=evil, replay_endpoint=f"tcp://{evil}:1")
+    draw([file], tmp_path / "c.html", pytest.fail)
+    text = (tmp_path / "c.html").read_text()
+    for hidden in "\u202e\u2066\u200b\U000e0041\ufeff\x9b":
+        assert hidden not in text
+        assert text.count(ascii(hidden)[1:-1]) >= 4  # title, heading, replay endpoint, topic
+    assert "\u0627漢😀" in text
+    plotted = profile_of(file)
+    assert "a\\u202eb\\u2066c" in svg(plotted.profile, plotted.name).decode()
+    assert size_of(png(plotted.profile, plotted.name)) == (1200, 1080)  # and no warning
+
+
+def test_a_replay_is_no_burst_of_events(tmp_path: Path) -> None:
+    """The state that it begins with is resident at once, and in no rate; the page says how much."""
+    answer = [
+        pack_message(START, Channel.ASKED, replay_request(JOIN)),
+        *[
+            pack_message(
+                START,
+                Channel.ANSWER,
+                replay_answer(b"", seq, payload_of(stored(seq)), delimited=True),
+            )
+            for seq in range(9)
+        ],
+        pack_message(START, Channel.ANSWER, replay_end(delimited=True)),
+        pack_message(START + MS, Channel.LIVE, live_frames(b"", 9, payload_of(stored(9)))),
+    ]
+    file = capture(tmp_path / "c", answer, replay_endpoint="tcp://h:2")
+    page = page_of(file)
+    assert page.rows("of them replayed")[1] == "9, which are not in the rates"
+    assert any(words.startswith("Live events per second") for words in page.words)
+    stretches = profile_of(file).profile.timeline.stretches
+    assert sum(one.events[0] for one in stretches) == 1
+    assert [one.resident[0] for one in stretches] == [9, 10]
+
+
+def test_more_ranks_than_are_shown(tmp_path: Path) -> None:
+    """Those beyond the first 64 are one, and the page says so."""
+    payloads = [
+        msgspec.msgpack.encode([1.0, [event], rank])
+        for rank in range(70)
+        for event in (stored(rank, 1000), removed(1000), stored(1000))
+    ]
+    told = [
+        pack_message(START + seq, Channel.LIVE, live_frames(b"", seq, payload))
+        for seq, payload in enumerate(payloads)
+    ]
+    page = page_of(capture(tmp_path / "c", told))
+    assert page.rows("ranks")[1] == "more than 64; those beyond are taken for one, `others`"
+    assert page.rows("Prefixes that return most")[8] == "others"
+
+
+def test_a_loss_may_be_the_recorders(tmp_path: Path) -> None:
+    """Where it was stopped or too slow, the page says so; what it says of itself is nothing else."""
+    told = records(LIFE)
+    behind = pack_message(START + 1, Channel.BEHIND, [])
+    abreast = pack_message(START + 10**9, Channel.ABREAST, [])
+    page = page_of(capture(tmp_path / "c", [told[0], behind, *told[3:], abreast]))
+    assert page.rows("batches lost")[1] == (
+        "2; the recorder was too slow or stopped at times, and may have lost them itself"
+    )
+    assert "batches not readable" not in page.words
+
+
 # ------------------------------------------------------------------------- files, good and bad
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whatever_ends_it_leaves_nothing_half_made(tmp_path: Path, number: int) -> None:
+    """In the midst of reading: what it has begun to write is gone, and what was there is as it was."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "x.png").write_bytes(b"the one before")
+    arguments = ("plot", str(tmp_path / "pipe"), "-o", str(tmp_path / "x.png"))
+    with start_kvevents("plot", *arguments) as process:
+        eventually(lambda: 1 if len(list(tmp_path.iterdir())) > 2 else None)
+        process.send_signal(number)
+        assert process.wait(timeout=PATIENCE_S) == 130
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["pipe", "x.png"]
+    assert (tmp_path / "x.png").read_bytes() == b"the one before"
 
 
 def test_a_damaged_capture_is_drawn_as_far_as_it_is_whole(tmp_path: Path) -> None:
@@ -336,9 +420,13 @@ def test_a_capture_that_is_cut_off_is_whole_but_for_its_last(tmp_path: Path) -> 
         (["{c}", "-o", "{d}/no/x.png"], "-o: {d}/no/x.png: No such file or directory"),
         (["{c}", "-o", "{d}/f.png"], "-o: '{d}/f.png' is there already, and is no file"),
         (["{c}", "-o", "{c}"], "-o: '{c}' is the capture itself"),
-        (["{d}/none", "-o", "{d}/x.png"], "SOURCE: {d}/none: No such file or directory"),
-        (["{d}/text", "-o", "{d}/x.png"], "SOURCE: {d}/text: no capture: it does not begin"),
-        (["{d}", "-o", "{d}/x.png"], "SOURCE: {d}: Is a directory"),
+        (["{d}/none", "-o", "{d}/x.png"], "FILE: {d}/none: No such file or directory"),
+        (["{d}/text", "-o", "{d}/x.png"], "FILE: {d}/text: no capture: it does not begin"),
+        (["{d}", "-o", "{d}/x.png"], "FILE: {d}: Is a directory"),
+        (["x" * 300, "-o", "{d}/x.png"], f"FILE: {'x' * 300}: File name too long"),
+        (["x" * 300, "-o", "{c}"], f"FILE: {'x' * 300}: File name too long"),
+        (["{c}", "-o", "x" * 300 + ".png"], f"-o: '{'x' * 119}...: File name too long"),
+        (["h:1,2", "-o", "{d}/x.png"], "FILE: h:1,2 is no capture; `kvevents record tcp://h:1,2"),
         (["tcp://h:1", "-o", "{d}/x.png"], "FILE: tcp://h:1 is no capture; `kvevents record"),
     ],
 )

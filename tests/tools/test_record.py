@@ -24,7 +24,7 @@ from publisher_rig import (
     start_kvevents,
 )
 
-from kvevents import BlockStored, StorageMedium
+from kvevents import AllBlocksCleared, BlockStored, StorageMedium
 from kvevents.capture import CaptureReader
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_end
 from kvevents.message import Channel, Message
@@ -49,6 +49,20 @@ def await_live(file: Path, count: int) -> list[Message]:
     while len(live_of(messages := read(file))) < count:
         assert time.monotonic() < deadline, messages
     return messages
+
+
+def await_messages(file: Path, count: int) -> None:
+    """Until so many messages can be read in it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while len(read(file)) < count:
+        assert time.monotonic() < deadline
+
+
+def await_channel(file: Path, channel: Channel) -> None:
+    """Until a message of it can be read."""
+    deadline = time.monotonic() + PATIENCE_S
+    while channel not in [one.channel for one in read(file)]:
+        assert time.monotonic() < deadline
 
 
 def live_of(messages: list[Message]) -> list[list[bytes]]:
@@ -143,7 +157,7 @@ def test_a_kill_costs_at_most_what_came_last(publisher: RawPublisher, tmp_path: 
     assert live == [live_frames(b"", n, GOOD) for n in range(len(live))]
     done = kvevents("lint", str(file), "--as", "dynamo")
     assert done.returncode == 0
-    assert f"{len(live)} batches" in done.stdout
+    assert f"{len(live):,} batches" in done.stdout
 
 
 def test_each_batch_can_be_read_before_the_next_comes(
@@ -195,6 +209,63 @@ def test_ctrl_c_in_a_flood_spoils_nothing(publisher: RawPublisher, tmp_path: Pat
     assert err == f"kvevents record: {len(live)} batches are in {file}\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda one: one.name)
+def test_a_manager_of_processes_ends_it_as_ctrl_c_does(
+    publisher: RawPublisher, tmp_path: Path, number: signal.Signals
+) -> None:
+    """SIGTERM and SIGHUP: what came is in a file that is closed; without a batch there is no file."""
+    file = tmp_path / "capture"
+    with start_kvevents("record", "record", "-w", str(file), publisher.endpoint) as process:
+        publisher.await_subscriber()
+        if number == signal.SIGTERM:
+            publisher.live(0, payload=GOOD)
+            await_live(file, 1)
+        else:
+            await_messages(file, 1)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    if number == signal.SIGTERM:
+        assert (process.returncode, err) == (0, f"kvevents record: 1 batch is in {file}\n")
+        assert gzip.decompress(file.read_bytes())
+    else:
+        assert (process.returncode, err) == (3, "kvevents record: nothing came\n")
+        assert not file.exists()
+
+
+def test_what_a_stopped_recorder_misses_is_not_the_publishers_loss(
+    publisher: RawPublisher, tmp_path: Path
+) -> None:
+    """The capture says from where to where it was away; `record` says so, and `check` blames nobody."""
+    file = tmp_path / "capture"
+    with start_kvevents("record", "record", "-w", str(file), publisher.endpoint) as process:
+        publisher.await_subscriber()
+        publisher.live(0, AllBlocksCleared())
+        await_live(file, 1)
+        process.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        publisher.live(5, payload=GOOD)
+        while time.monotonic() < stopped + 2.0:  # it has to be away for longer than 1.5 s
+            time.sleep(stopped + 2.0 - time.monotonic())
+        process.send_signal(signal.SIGCONT)
+        await_channel(file, Channel.ABREAST)
+        publisher.live(6, payload=payload_of())
+        await_live(file, 3)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    told = [one.channel for one in read(file)]
+    assert told == [
+        *(Channel.CONNECTED, Channel.LIVE, Channel.BEHIND, Channel.LIVE),
+        *(Channel.ABREAST, Channel.LIVE),
+    ]
+    assert process.returncode == 0
+    assert err == (
+        "kvevents record: it was too slow or stopped at times: what is missing of then may be missing"
+        f" in the capture only\nkvevents record: 3 batches are in {file}\n"
+    )
+    done = kvevents("check", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_standard_output(publisher: RawPublisher) -> None:
     """`-w -` writes the capture there, and its messages to stderr."""
     process = subprocess.Popen(
@@ -225,6 +296,35 @@ def test_a_reader_of_standard_output_that_leaves_is_no_error(publisher: RawPubli
     assert process.wait(timeout=PATIENCE_S) == 0
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        (">/dev/full", 2, "kvevents record: -w: -: No space left on device\n"),
+        (">&-", 2, "kvevents record: -w: -: standard output is closed\n"),
+        ("| true", 0, ""),
+    ],
+)
+def test_a_standard_output_that_takes_nothing(
+    publisher: RawPublisher, redirection: str, code: int, said: str
+) -> None:
+    """A full disk and a closed descriptor are one line; a reader that has left is none at all."""
+    command = f"set -o pipefail; {sys.executable} -m publisher.cli record -w - {publisher.endpoint}"
+    with subprocess.Popen(
+        ["bash", "-c", f"{command} {redirection}"],
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    ) as process:
+        deadline = time.monotonic() + PATIENCE_S
+        while process.poll() is None and time.monotonic() < deadline:
+            publisher.live(0, payload=GOOD)  # that a reader has left is noticed by a write only
+            time.sleep(0.01)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        assert process.stderr is not None
+        assert (process.wait(), process.stderr.read().decode()) == (code, said)
 
 
 @pytest.mark.parametrize("start", ["beginning", "3", "live"])
@@ -280,6 +380,11 @@ def test_nothing_is_overwritten(publisher: RawPublisher, tmp_path: Path) -> None
         (("-w", "/nonexistent/x", "tcp://127.0.0.1:1"), "-w: /nonexistent/x: No such file"),
         (("-w", "x", "tcp://h:1", "tcp://h:2"), "SOURCE: one endpoint is recorded at a time"),
         (("-w", "x", "y"), "SOURCE: one endpoint is recorded at a time"),
+        (("-w", "x", "a=h:1,2"), "SOURCE: a=h:1,2: no such file; did you mean a=tcp://h:1,2?"),
+        (("-w", "", "tcp://h:1"), "-w: '' is no file"),
+        (("-w", "x" * 300, "tcp://127.0.0.1:1"), ": File name too long"),
+        (("-w", "/nonexistent/x", "=tcp://127.0.0.1:1"), "-w: /nonexistent/x: No such file"),
+        (("-w", "/nonexistent/x", "a=tcp://127.0.0.1:1,2"), "-w: /nonexistent/x: No such file"),
         (
             ("-w", "x", "tcp://h:1", "--from", "state"),
             "--from: state can be had of a replay endpoint",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 
 import pytest
-from publisher_rig import PATIENCE_S, RawPublisher, payload_of, short_folder
+from publisher_rig import ENVIRONMENT, PATIENCE_S, RawPublisher, payload_of, short_folder
 
 from kvevents import AllBlocksCleared
 from kvevents.capture import CaptureHead, CaptureWriter, capture_start, pack_message
@@ -17,7 +22,7 @@ from kvevents.frames import JOIN, live_frames, replay_answer, replay_end, replay
 from kvevents.gaps import Gap, Lost
 from kvevents.message import Channel, Message
 from publisher.checks import ConfigError
-from publisher.tools.source import Address, Capture, Live, Sources, parse_sources
+from publisher.tools.source import Address, Capture, Live, Sources, parse_file, parse_sources
 
 # ------------------------------------------------------------------------------------ parse_sources
 
@@ -38,7 +43,8 @@ from publisher.tools.source import Address, Capture, Live, Sources, parse_source
         ("ipc:///run/a=b", Address("/run/a=b", "ipc:///run/a=b", None)),
         ("w=ipc:///run/a,b,ipc:///run/c", Address("w", "ipc:///run/a,b", "ipc:///run/c")),
         ("ipc:///run/a,tcp://h:2", Address("/run/a", "ipc:///run/a", "tcp://h:2")),
-        ("today.kvc", Path("today.kvc")),
+        ("today.capture", Path("today.capture")),
+        ("monday:0830.capture", Path("monday:0830.capture")),
         ("w1=a,2", Path("w1=a,2")),
     ],
 )
@@ -79,6 +85,48 @@ def test_what_it_cannot_be(texts: list[str], replay: str | None, said: str) -> N
     """ValueError, beginning with the option."""
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         parse_sources(texts, replay)
+
+
+MISTYPED = [
+    ("127.0.0.1:7101", "tcp://127.0.0.1:7101"),
+    ("localhost:5557", "tcp://localhost:5557"),
+    ("host:5557,5558", "tcp://host:5557,5558"),
+    ("w1=host:5557", "w1=tcp://host:5557"),
+    ("h:1,g:2", "tcp://h:1,tcp://g:2"),
+    ("h:1,tcp://g:2", "tcp://h:1,tcp://g:2"),
+    ("tcp://h:1,g:2", "tcp://h:1,tcp://g:2"),
+    ("[::1]:5557", "tcp://[::1]:5557"),
+    ("tcp:h:1", "tcp://h:1"),
+    ("tcp:/h:1", "tcp://h:1"),
+    ("tcp/h:1", "tcp://h:1"),
+    ("ipc:/run/a", "ipc:///run/a"),
+]
+
+
+@pytest.mark.parametrize(("text", "meant"), MISTYPED)
+def test_what_was_meant_is_asked(text: str, meant: str) -> None:
+    """An endpoint without its scheme is no file that is not there; what is proposed can be one."""
+    with pytest.raises(ValueError, match=r"^SOURCE: .*; did you mean ") as error:
+        parse_sources([text], None)
+    assert str(error.value).endswith(f"; did you mean {meant}?")
+    assert all(isinstance(one, Address) for one in parse_sources([meant], None))
+    if not text.startswith("tcp://"):
+        with pytest.raises(ValueError, match=r"^FILE: .* is no capture; `kvevents record "):
+            parse_file(text, "FILE")
+
+
+def test_a_file_that_looks_like_an_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one if it is there; and the file of a socket is not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "host:5557").touch()
+    assert parse_sources(["host:5557"], None) == [parse_file("host:5557", "FILE")]
+    assert parse_file("host:5557", "FILE") == Path("host:5557")
+    with short_folder() as folder, socket.socket(socket.AF_UNIX) as there:
+        there.bind(f"{folder}/s")
+        with pytest.raises(ValueError, match=f"a socket, and no file; did you mean ipc://{folder}"):
+            parse_sources([f"{folder}/s"], None)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +278,74 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=f"^{key}: {file}: {said}"):
             list(Capture(file, key).steps())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x" * 256, "File name too long"),
+        ("x/" * 50_000, "File name too long"),
+        ("a\0b", "embedded null"),
+        ("\ud800", "can't encode"),
+        ("text/x", "Not a directory"),
+        ("loop", "Too many levels of symbolic links"),
+        ("s", "No such device or address"),
+        ("/dev/zero", "no capture"),
+        ("/proc/self/mem", "Input/output error"),
+    ],
+    ids=lambda text: text[:20].encode("ascii", "backslashreplace").decode(),
+)
+def test_what_cannot_be_opened_or_read_is_a_line(name: str, said: str) -> None:
+    """Whatever the system says of it, and of whatever length its name: ValueError, and a short one."""
+    with short_folder() as folder, socket.socket(socket.AF_UNIX) as there:
+        there.bind(f"{folder}/s")
+        (folder / "text").write_text("{}")
+        (folder / "loop").symlink_to("loop")
+        (file,) = parse_sources([f"{folder}/{name}"], None) if name != "s" else [folder / name]
+        assert isinstance(file, Path)
+        if name.startswith("/"):
+            file = Path(name)
+        with pytest.raises(ValueError, match=r"^SOURCE: ") as error:
+            list(Capture(file).steps())
+    assert said in str(error.value) and len(str(error.value)) < 500
+    with pytest.raises(ValueError, match=r"^SOURCE: '' is no file"):
+        parse_sources([""], None)
+
+
+def damaged(file: Path) -> bytes:
+    """A capture of which 2 batches are whole."""
+    data = capture(file, live(1, 0), live(2, 1), live(3, 2)).read_bytes()
+    return data[:-1] + b"?"
+
+
+def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:
+    """It has no size; how much was left out of it is known all the same."""
+    data, pipe = damaged(tmp_path / "c"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_bytes, args=[data])
+    writer.start()
+    source = Capture(pipe)
+    assert sum(one.is_batch for one in source.messages()) == 2
+    writer.join()
+    share = f"{100 * source.left_out / len(data):.0f} % of the file"
+    assert source.left_out and share in (source.fault(2) or "")
+
+
+@pytest.mark.parametrize("command", ["tail", "state", "check", "plot"])
+def test_standard_input_is_a_source(tmp_path: Path, command: str) -> None:
+    """Named as the system names it: what is left out is said in a line."""
+    more = ("-o", f"{tmp_path}/x.svg") if command == "plot" else ()
+    done = subprocess.run(
+        [sys.executable, "-m", "publisher.cli", command, "/dev/stdin", *more],
+        input=damaged(tmp_path / "c"),
+        capture_output=True,
+        check=False,
+        timeout=60,
+        env=ENVIRONMENT,
+    )
+    err = done.stderr.decode()
+    assert done.returncode in (0, 1), err
+    assert "/dev/stdin: 2 batches were read, the other " in err and "Traceback" not in err
 
 
 # ------------------------------------------------------------------------------------------- live

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import zmq
@@ -123,6 +125,8 @@ class Player:
         """When the first was due: once, and now."""
         self._patient = True
         self._replay: ReplayServer | None = None
+        self._made: dict[Path, int] = {}
+        """Files of sockets, by their inodes: libzmq leaves them."""
         self._context = zmq.Context[Socket]()
         self._pub = self._context.socket(zmq.XPUB)
         self._router: Socket | None = None
@@ -133,14 +137,14 @@ class Player:
                 (zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES),
             ):
                 self._pub.setsockopt(option, value)
-            self.endpoint = bind_one(self._pub, "--endpoint", endpoint)
+            self.endpoint = self._bind(self._pub, "--endpoint", endpoint)
             self.replay_endpoint = None
             if replay_endpoint is not None:
                 self._router = router = self._context.socket(zmq.ROUTER)
                 router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 router.setsockopt(zmq.SNDHWM, _REPLAY_HWM)
                 router.setsockopt(zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES)
-                self.replay_endpoint = bind_one(router, "--replay-endpoint", replay_endpoint)
+                self.replay_endpoint = self._bind(router, "--replay-endpoint", replay_endpoint)
         except SinkError as error:
             self.close(linger_s=0.0)
             raise ValueError(str(error)) from None
@@ -199,6 +203,10 @@ class Player:
 
     def close(self, *, linger_s: float = _LINGER_S) -> None:
         """What is queued for a client has `linger_s` to leave. Safe to call twice."""
+        while self._made:
+            path, inode = self._made.popitem()
+            if _socket_at(path) == inode:
+                path.unlink(missing_ok=True)
         for socket in (self._pub, self._router):
             if socket is not None:
                 socket.close(linger=int(linger_s * 1000))
@@ -216,6 +224,13 @@ class Player:
         self.close(linger_s=_LINGER_S if kind is None else 0.0)
 
     # ---------------------------------------------------------------------------------- inside
+
+    def _bind(self, socket: Socket, key: str, endpoint: str) -> str:
+        bound = bind_one(socket, key, endpoint)
+        path = Path(bound.removeprefix("ipc://"))
+        if bound.startswith("ipc://") and (inode := _socket_at(path)) is not None:
+            self._made[path] = inode
+        return bound
 
     def _due(self, at_ns: int, speed: float) -> float:
         if self._clock is None:
@@ -276,3 +291,12 @@ class Player:
             else:
                 self._patient = True
                 return True
+
+
+def _socket_at(path: Path) -> int | None:
+    """The inode of a socket's file; None where there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None

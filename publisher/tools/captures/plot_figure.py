@@ -17,10 +17,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
+from matplotlib.transforms import ScaledTranslation
 
 from kvevents.events import StorageMedium
 from kvevents.profile import Counts, Profile
 from kvevents.timeline import KINDS, MARKS, Stretch, Timeline
+from publisher.tools.text import printable
 
 __all__ = ["INK", "PAPER", "SHADE", "duration", "figure", "png", "svg"]
 
@@ -37,13 +39,21 @@ _KIND_COLOURS = dict(zip(KINDS, ("#2f81f7", "#e5534b", "#8c959f"), strict=True))
 _MARK_COLOURS = dict(
     zip(MARKS, ("#d98200", "#e5534b", "#d6409f", "#8c959f", "#a55bd6"), strict=True)
 )
-_MARK_WORDS = {"lost": "batches lost", "restarted": "restart", "undecodable": "not readable"}
+_MARK_WORDS = {"lost": "loss", "restarted": "restart", "undecodable": "not readable"}
 _INCHES, _DPI = (10.0, 9.0), 120
-_BINS = 240
+_BINS = 120
 """Of the rates: as many as can be told apart."""
 _NS = 1e9
 _SHORTEST_S = 1e-3
 """What is shorter is so by the publisher's batches, and not by the blocks."""
+_TICKS_S = (
+    *(1e-3, 1e-2, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36_000.0),
+    *(86_400.0 * 10**n for n in range(8)),
+)
+_MOST_TICKS = 8
+_SHORT_LABEL = 30
+_BELOW = 30 / 72
+"""Inches from an axis to what is below its ticks and its label."""
 _UNITS = ((1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "days"))
 
 
@@ -83,6 +93,7 @@ def _settings(salt: str) -> Any:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
+        "axes.axisbelow": True,
         "grid.color": SHADE,
         "grid.linewidth": 0.6,
         "xtick.color": INK,
@@ -105,8 +116,9 @@ def figure(profile: Profile, title: str) -> Figure:
     )
     clock, tiers = _Clock.of(profile.timeline), profile.tiers()
     _resident(panels["resident"], profile.timeline, tiers, clock)
-    _rates(panels["events"], profile.timeline, clock, "events", "Events")
-    _rates(panels["blocks"], profile.timeline, clock, "blocks", "Blocks")
+    what = "Live {}" if profile.replayed else "{}"
+    _rates(panels["events"], profile.timeline, clock, "events", what)
+    _rates(panels["blocks"], profile.timeline, clock, "blocks", what)
     _lifetimes(panels["lifetimes"], tiers)
     _returns(panels["returns"], tiers)
     return drawn
@@ -181,7 +193,7 @@ def _marks(axes: Axes, stretches: Sequence[Stretch], clock: _Clock) -> None:
             )
 
 
-def _rates(axes: Axes, timeline: Timeline, clock: _Clock, what: str, title: str) -> None:
+def _rates(axes: Axes, timeline: Timeline, clock: _Clock, what: str, of: str) -> None:
     """Per second, in stretches that the eye can tell apart."""
     span = max(timeline.end_ns - (timeline.start_ns or 0), 0) + timeline.width_ns
     per_bin = -(-span // (timeline.width_ns * _BINS))
@@ -191,7 +203,8 @@ def _rates(axes: Axes, timeline: Timeline, clock: _Clock, what: str, title: str)
         place = (stretch.start_ns - clock.start_ns) // width_ns
         for number, kind in enumerate(KINDS[:2]):
             sums[kind][place] += getattr(stretch, what)[number]
-    axes.set_title(f"{title} per second (over {duration(width_ns)})")
+    title = of.format(what)
+    axes.set_title(f"{title[0].upper()}{title[1:]} per second (over {duration(width_ns)})")
     axes.set_ylabel(f"{what}/s")
     clock.put_on(axes)
     edges = [clock(clock.start_ns + place * width_ns) for place in range(len(sums["stored"]) + 1)]
@@ -218,9 +231,12 @@ def _lifetimes(axes: Axes, tiers: _Tiers) -> None:
         )
         _cumulative(axes, points, medium, label, start=_SHORTEST_S / 10)
     axes.set_xscale("log")
-    axes.set_xlim(min(shortest, longest / 10) / 1.5, longest * 1.5)
+    low, high = min(shortest, longest / 10) / 1.5, longest * 1.5
+    axes.set_xlim(low, high)
+    ticks = [tick for tick in _TICKS_S if low <= tick <= high]
+    axes.set_xticks(ticks[:: -(-len(ticks) // _MOST_TICKS) or 1])
     axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds * _NS))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.minorticks_off()
     any_removed = any(counts.lifetimes.count for counts in tiers.values())
     _shares(axes, any_removed, "no block was seen from its store to its removal")
 
@@ -276,9 +292,18 @@ def _shares(axes: Axes, anything: bool, otherwise: str) -> None:  # noqa: FBT001
 
 
 def _legend(axes: Axes, anything: bool, otherwise: str) -> None:  # noqa: FBT001
-    """What the lines are, or that there are none."""
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="best", handlelength=1.4)
+    """What the lines are, below all of them, or that there are none."""
+    if labels := axes.get_legend_handles_labels()[1]:
+        assert axes.figure is not None
+        below = ScaledTranslation(0, -_BELOW, axes.figure.dpi_scale_trans)
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(0.0, 0.0),
+            bbox_transform=axes.transAxes + below,
+            borderaxespad=0.0,
+            handlelength=1.4,
+            ncols=5 if max(map(len, labels)) <= _SHORT_LABEL else 1,
+        )
     if not anything:
         axes.text(0.5, 0.5, otherwise, transform=axes.transAxes, ha="center", va="center")
 
@@ -297,5 +322,5 @@ def duration(ns: float) -> str:
 
 def _plain(name: str) -> str:
     """What every font has, and of a length that fits."""
-    text = ascii(name)[1:-1]
+    text = printable(name).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 100 else f"…{text[-99:]}"

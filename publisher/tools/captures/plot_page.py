@@ -9,8 +9,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from kvevents.profile import Counts, Profile
-from publisher.checks import one_line
 from publisher.tools.captures.plot_figure import INK, PAPER, SHADE, duration, svg
+from publisher.tools.text import printable
 
 if TYPE_CHECKING:
     from publisher.tools.captures.plot import Plotted
@@ -95,17 +95,21 @@ def _facts(one: Plotted) -> Iterator[tuple[str, str]]:
         yield "from", _moment(timeline.start_ns)
         yield "to", f"{_moment(timeline.end_ns)}, {duration(timeline.end_ns - timeline.start_ns)}"
     yield "batches", f"{profile.batches:,}"
+    if profile.replayed:
+        yield "of them replayed", f"{profile.replayed:,}, which are not in the rates"
     events = ", ".join(f"{count:,} {kind}" for kind, count in profile.events.items())
     yield "events", f"{sum(profile.events.values()):,}: {events}"
-    if len(profile.ranks) > 1:
-        yield "ranks", f"{len(profile.ranks):,}"
-    for count, what in (
-        (profile.missed, "batches lost"),
-        (profile.undecodable, "batches not readable"),
-        (profile.skipped, "events not readable"),
-    ):
-        if count:
-            yield what, f"{count:,}"
+    if profile.has_others:
+        yield "ranks", f"more than {len(profile.ranks)}; those beyond are taken for one, `others`"
+    elif len(profile.ranks) > 1:
+        yield "ranks", f"{len(profile.ranks)}"
+    if profile.missed:
+        ours = "; the recorder was too slow or stopped at times, and may have lost them itself"
+        yield "batches lost", f"{profile.missed:,}{ours if one.behind else ''}"
+    if profile.undecodable:
+        yield "batches not readable", f"{profile.undecodable:,}"
+    if profile.skipped:
+        yield "events not readable", f"{profile.skipped:,}"
 
 
 def _tiers(profile: Profile) -> str:
@@ -134,7 +138,9 @@ def _returning(profile: Profile) -> str:
     rows = [
         [
             f"{head.block_hash & 2**64 - 1:016x}"[:12],
-            *(head.medium.value, f"{head.rank}", f"{head.times:,}", f"{head.blocks:,}"),
+            head.medium.value,
+            "others" if head.rank is None else f"{head.rank}",
+            *(f"{head.times:,}", f"{head.blocks:,}"),
         ]
         for head in profile.heads(_HEADS)
     ]
@@ -169,7 +175,7 @@ def _inline(drawn: bytes) -> str:
 
 
 def _text(value: str) -> str:
-    return escape(one_line(value))
+    return escape(printable(value))
 
 
 def _moment(at_ns: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from kvevents.capture import CaptureHead, CaptureWriter
 from kvevents.message import Channel
 from publisher.listener import wait_for
+from publisher.tools.captures.ending import like_ctrl_c
 from publisher.tools.interrupt import Interrupt
 from publisher.tools.source import Live
 
@@ -24,8 +25,8 @@ STDOUT = Path("-")
 
 @dataclass(slots=True)
 class Recorded:
-    """What came of it. `batches`: in the file; `left_out`: messages too large for a record; `behind`:
-    more came at times than was written, so a gap may be this program's own.
+    """What came of it. `batches`: in the file; `left_out`: messages too large for a record; `behind`: at
+    times more came than was read, or nothing was read, so what is missing may be this program's own loss.
     """
 
     batches: int = 0
@@ -36,7 +37,7 @@ class Recorded:
 def record(
     live: Live, head: CaptureHead, file: Path, *, for_s: float | None, count: int | None
 ) -> Recorded:
-    """Write until `for_s` seconds are over, `count` batches came, or Ctrl-C.
+    """Write until `for_s` seconds are over, `count` batches came, or Ctrl-C, SIGTERM or SIGHUP.
 
     The file is made, readable by its owner alone: prompts are in it. What came together is written
     together, at once, and can be read from then on, so a kill costs at most what came last; where no
@@ -45,16 +46,18 @@ def record(
     """
     writer, recorded = CaptureWriter(head), Recorded()
     until = float("inf") if for_s is None else time.monotonic() + for_s
-    with Interrupt() as interrupt, _opened(file) as fd:
-        _write(fd, writer.start())
-        while not interrupt.came and time.monotonic() < until and recorded.batches != count:
-            interrupt.wait(partial(wait_for, [live.listener], until))
-            _write(fd, _turn(live, writer, recorded, count))
-        _write(fd, writer.close())
-        if file != STDOUT:
-            os.fsync(fd)
-    if not recorded.batches and file != STDOUT:
-        file.unlink(missing_ok=True)
+    with Interrupt() as interrupt, like_ctrl_c(), _opened(file) as fd:
+        try:
+            _write(fd, writer.start())
+            while not interrupt.came and time.monotonic() < until and recorded.batches != count:
+                interrupt.wait(partial(wait_for, [live.listener], until))
+                _write(fd, _turn(live, writer, recorded, count))
+            _write(fd, writer.close())
+            if file != STDOUT:
+                os.fsync(fd)
+        finally:
+            if not recorded.batches and file != STDOUT:
+                file.unlink(missing_ok=True)
     return recorded
 
 
