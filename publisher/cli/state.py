@@ -29,31 +29,51 @@ Which worker holds what, on which tier; and how much of a prompt.
 
 Joins each stream (where there is a replay endpoint, with what was stored
 before), waits until it is in step and quiet, and prints the blocks that each
-worker and rank holds, by medium: GPU is the device tier, CPU_PINNED the host
-tier; any counts each block once. With a prompt: how many of its leading blocks
-each holds, as a router would score it, and why it is no more.
+worker and rank holds:
+  rank         data-parallel rank
+  block        tokens a block
+  GPU          blocks on the device tier; CPU_PINNED: on the host tier; DISK,
+               EXTERNAL: on those
+  any          blocks held, each counted once
+  seq          number of the last batch
+  note         why this may not be all there is
+With a prompt, how much of it each holds, as a router would score it, the best
+first:
+  blocks       its leading blocks that are held, of all that it has
+  tokens       their tokens; share: of the prompt's
+  GPU ...      leading blocks on that tier alone
+  note         why it is no more
 """
 
 _EPILOG = """\
 examples:
   kvevents state w1=tcp://10.0.0.5:5557,5558 w2=tcp://10.0.0.6:5557,5558
   kvevents state tcp://10.0.0.5:5557,5558 --tokens 1,2,3,4,5,6,7,8
-  kvevents state tcp://10.0.0.5:5557,5558 --tokens-file request.json --lora sql
-  tokenize prompt.txt | kvevents state tcp://10.0.0.5:5557,5558 --tokens-file -
+  kvevents state tcp://10.0.0.5:5557,5558 --tokens-file prompt.json --lora sql
   kvevents state monday.capture --blocks
+
+A prompt is given by its token ids. The engine has them, with the model's own
+tokenizer and chat template:
+  curl -s http://10.0.0.5:8000/tokenize -H 'Content-Type: application/json' \\
+    -d '{"model": "NAME", "prompt": "Hello"}' > prompt.json
+  (vLLM; with "messages": [...] in place of "prompt" for a chat)
+or, without it:
+  python -c "from transformers import AutoTokenizer as T; \\
+    print(T.from_pretrained('NAME')('Hello').input_ids)" > prompt.json
 
 --json: one document.
   workers: [{worker, rank, block_size, blocks: {MEDIUM: count}, any, seq, whole,
     quiet, notes}]
-  overlap, with a prompt: {tokens, lora, cache_salt, extra_key, workers: [{worker,
-    rank, block_size, prompt_blocks, blocks: {MEDIUM: leading blocks}, any,
-    tokens: {MEDIUM: leading tokens}, any_tokens, share, breaks_at_block,
+  overlap, with a prompt: {tokens, lora, cache_salt, extra_key, workers:
+    [{worker, rank, block_size, prompt_blocks, blocks: {MEDIUM: leading blocks},
+    any, tokens: {MEDIUM: leading tokens}, any_tokens, share, breaks_at_block,
     breaks_at_token, elsewhere, reasons}]}, best first
   blocks, with --blocks: [{worker, rank, hash, parent, depth, media, lora,
     cache_salt, extra_key, tokens}]; hashes are strings, signed 64 bits
 
 exit codes: 0 the state is whole; 1 some of it is known to be missing, and its
-  note says what; 2 usage; 3 no connection to any, or nothing came
+  note says what, or a capture is damaged; 2 usage; 3 no connection to any, or
+  nothing came
 """
 
 
@@ -65,8 +85,8 @@ def add_options(parser: Parser) -> None:
     prompt.add_argument(
         "--tokens-file",
         metavar="FILE",
-        help="the prompt: a JSON list, an object with input_ids, token_ids or prompt_token_ids, or ids"
-        " with blanks or commas between; - is stdin",
+        help="the prompt: a JSON list, an object with input_ids, token_ids, prompt_token_ids or tokens,"
+        " or ids with blanks or commas between; - is stdin",
     )
     parser.add_argument("--lora", metavar="NAME", help="the prompt's LoRA adapter")
     parser.add_argument("--cache-salt", metavar="TEXT", help="the prompt's cache salt")
@@ -101,6 +121,7 @@ def add_options(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
+    from publisher.cli.hint import damages, unheard
     from publisher.tools.fleet.state import gather
     from publisher.tools.source import Sources
 
@@ -117,19 +138,22 @@ def run(options: argparse.Namespace) -> int:
         server_key=server_key,
         client_keys=client_keys,
     ) as sources:
-        state = gather(sources, quiet_s=options.quiet_s, for_s=options.for_s)
-        for capture in sources.captures:
-            if fault := capture.fault(state.fleet.of(capture).came):
-                say(f"kvevents state: {fault}")
+        state = gather(sources, quiet_s=options.quiet_s, for_s=options.for_s, warn=_warn)
+        faults, damaged = damages(sources, state.fleet)
+        for fault in faults:
+            _warn(fault)
         _write(state, prompt, options)
-        lost = [one.address.endpoint for one in sources.live if not one.connected]
-        if not state.came:
-            if lost:
-                say(f"kvevents state: no connection to {', '.join(lost)}")
-            else:
-                say("kvevents state: nothing came; kvevents doctor says why")
-            return NO_CONNECTION
-        return 0 if state.whole else FINDINGS
+        for line in unheard(options, sources, state.fleet):
+            _warn(line)
+        if state.came or state.waits or damaged:
+            return FINDINGS if damaged or not state.whole else 0
+        if not sources.live:
+            _warn("no batch is in what was read")
+        return NO_CONNECTION
+
+
+def _warn(text: str) -> None:
+    say(f"kvevents state: {text}")
 
 
 def _prompt(options: argparse.Namespace) -> Prompt | None:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from publisher.cli.parsing import (
+    FINDINGS,
     NO_CONNECTION,
     Parser,
     add_color,
@@ -26,13 +27,33 @@ _ONCE_S = 2.0
 
 _DESCRIPTION = """\
 A live table of workers: rates, blocks, gaps; and the hottest prefixes.
-
-A row for each worker and rank. Rates are of what came live in the last 10 s;
-stored/s and removed/s count blocks; lag is arrival minus a batch's own time, so
-that clocks that differ show in it; lost: batches that nobody has any more;
-findings: what kvevents check would report. Below: the prefixes, up to the block
-where they branch, beneath which most blocks were stored in the last minute.
 Ctrl-C ends it.
+
+A row for each worker and rank:
+  rank        data-parallel rank, of whoever has several
+  link        up, down, or file: a capture
+  ev/s        events a second that came live in the last 10 s
+  stored/s    blocks stored a second; removed/s: removed
+  GPU ... EXT blocks held now: on the device, CPU (host), DISK, EXT(ernal)
+  lag p50     from a batch's own time to its arrival, median; p99: of the
+              slowest 1 %; clocks that differ show in it
+  seq         number of the last batch
+  gaps        times that batches did not come live
+  lost        batches that nobody has any more; a note says where that may be
+              our own fault, because we read too slowly
+  replays     times that the replay endpoint was asked
+  restarts    times that the publisher began anew
+  findings    what kvevents check would call a violation
+Of a stream's rows the first alone has what is of the whole stream. Where a
+terminal is narrow, columns in which all is 0 are left out (DISK and on), and
+others go on in a second line.
+
+Below, the prefixes beneath which most blocks were stored in the last minute:
+  prefix from, to   hashes of its first block, and of the last before it forks
+  blocks, tokens    how long it is
+  beneath           blocks held that begin with it, its own too
+  held by           ranks that hold all of it
+  stores, again     blocks stored in that minute; those that had been dropped
 """
 
 _EPILOG = """\
@@ -42,16 +63,18 @@ examples:
   kvevents top tcp://10.0.0.5:5557,5558 -o json | jq '.rows[] | {worker, lost}'
   kvevents top monday.capture
 
-A capture shows how it ends, with rates over all of its time. Where the output is
-no terminal, --once is implied.
+A capture shows how it ends, with rates over all of its time. Where the output
+is no terminal, --once is implied.
 
 -o json: {at_s, window_s (null: all the time), rows: [{worker, rank, link ("up",
   "down", "file"), events_per_s, stored_per_s, removed_per_s, blocks: {MEDIUM:
-  count}, held, block_size, lag_p50_s, lag_p99_s, seq, gaps, lost, replays,
-  restarts, findings, notes}], hottest: [{root, tip, blocks, tokens, beneath,
-  workers, stores, again}], left_out}; hashes are strings, signed 64 bits
+  count}, held, block_size, lag_p50_s, lag_p99_s, seq, gaps, lost,
+  lost_perhaps_ours, replays, restarts, findings, notes}], hottest: [{root, tip,
+  blocks, tokens, beneath, workers, stores, again}], left_out}; hashes are
+  strings, signed 64 bits
 
-exit codes: 0; 2 usage; 3 no connection to any, or nothing came
+exit codes: 0 ok; 1 a capture is damaged, or what came waits for a replay; 2
+  usage; 3 no connection to any, or nothing came
 """
 
 
@@ -90,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    from publisher.cli.hint import damages, unheard
     from publisher.tools.colour import wants_colour
     from publisher.tools.fleet.screen import watch
     from publisher.tools.fleet.top import Board
@@ -116,15 +140,13 @@ def run(options: argparse.Namespace) -> int:
             _write(board, options, colours=colours)
         else:
             watch(sources, board, console, interval_s=options.interval_s, until=until)
-        for capture in sources.captures:
-            worker = board.fleet.of(capture)
-            if fault := capture.fault(worker.came):
-                say(f"kvevents top: {fault}")
-        if board.came:
-            return 0
-        down = [one.address.endpoint for one in sources.live if not one.connected]
-        what = f"no connection to {', '.join(down)}" if down else "nothing came"
-        say(f"kvevents top: {what}; kvevents doctor says why")
+        faults, damaged = damages(sources, board.fleet)
+        for line in [*faults, *unheard(options, sources, board.fleet)]:
+            say(f"kvevents top: {line}")
+        if board.came or board.waits or damaged:
+            return FINDINGS if damaged or not board.came else 0
+        if not sources.live:
+            say("kvevents top: no batch is in what was read")
         return NO_CONNECTION
 
 
@@ -139,20 +161,35 @@ def _gather(sources: Sources, board: Board, until: float) -> None:
 
 
 def _write(board: Board, options: argparse.Namespace, *, colours: bool) -> None:
-    import shutil
-    import sys
-
     import msgspec
 
     from publisher.tools.colour import painter
     from publisher.tools.columns import painted
     from publisher.tools.fleet.top import lines
+    from publisher.tools.text import json_text
 
     snapshot = board.snapshot()
     if options.output == "json":
-        print(msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode())
+        print(json_text(msgspec.json.format(msgspec.json.encode(snapshot), indent=2)))
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     paint = painter(colours=colours)
-    for line in lines(snapshot, width):
+    for line in lines(snapshot, _width()):
         print(painted(line, paint))
+
+
+def _width() -> int | None:
+    """Of the terminal, also where the output goes to a pipe before it comes there; None: there is none,
+    and lines may be of any length.
+    """
+    import os
+    import sys
+
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    for stream in (sys.stdout, sys.stderr, sys.stdin):
+        try:
+            return os.get_terminal_size(stream.fileno()).columns or None
+        except (OSError, ValueError):
+            continue
+    return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from publisher_crew import BLOCK, Hand, crew
 from publisher_rig import (
     ENVIRONMENT,
@@ -30,10 +35,13 @@ from kvevents.capture import CaptureHead, capture_start, pack_message
 from kvevents.frames import live_frames
 from kvevents.message import Channel
 from publisher import Batch, Subscriber
+from publisher.cli.commands import parser_of
+from publisher.cli.hint import doctor_command
 
 pytestmark = pytest.mark.integration
 
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
+UTF_8 = {**ENVIRONMENT, "LC_ALL": "C.UTF-8"}
 NOWHERE = "tcp://127.0.0.1:1"
 PROMPT = list(range(500, 540))
 
@@ -58,6 +66,20 @@ def table(text: str) -> list[list[str]]:
     """The rows of the first table; a note is one cell."""
     lines = text.partition("\n\n")[0].splitlines()
     return [line.split(maxsplit=9) for line in lines[1:]]
+
+
+def by_shell(
+    redirection: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command with its streams as a shell would set them."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -m publisher.cli "$@" {redirection}', sys.executable, *arguments],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+        env={**ENVIRONMENT, **environment},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +163,8 @@ def test_why_nothing_is_held(hands: list[Hand]) -> None:
     asked = ("--tokens-file", "-", "--lora", "x", "--json")
     ran = kvevents("state", source, *asked)  # its stdin is empty
     assert (ran.returncode, ran.stdout) == (2, "")
+    why = "kvevents state: --tokens-file: standard input is empty, or closed\n"
+    assert ran.stderr == why == by_shell("<&-", "state", source, *asked).stderr
     ran = subprocess.run(
         [sys.executable, "-m", "publisher.cli", "state", source, *asked],
         input=json.dumps({"input_ids": list(range(12))}),
@@ -153,7 +177,7 @@ def test_why_nothing_is_held(hands: list[Hand]) -> None:
     overlap = json.loads(ran.stdout)["overlap"]
     assert overlap["lora"] == "x" and overlap["workers"][0]["any"] == 3
     told = kvevents("state", source, "--tokens", "0,1,2").stdout
-    assert "the prompt is shorter than a block of 4 tokens: nothing can be found" in told
+    assert "the prompt has 3 tokens, less than a block of 4: nothing can be found" in told
 
 
 def test_tokens_that_are_left_out() -> None:
@@ -283,7 +307,8 @@ def test_nobody_is_there(publisher: RawPublisher) -> None:
     """No connection to any: 3, and whom; with another that is there its state is shown, and 1."""
     ran = kvevents("state", NOWHERE, "--for", "0.5")
     assert ran.returncode == 3
-    assert ran.stderr == f"kvevents state: no connection to {NOWHERE}\n"
+    why = f"kvevents state: no connection to {NOWHERE}; why: kvevents doctor {NOWHERE}\n"
+    assert ran.stderr == why
     assert table(ran.stdout)[0][-2:] == ["-", "not connected"]
     sources = (f"a={publisher.endpoint}", f"b={NOWHERE}")
     with start_kvevents("one", "state", *sources, "--for", "1", "--json") as process:
@@ -297,9 +322,68 @@ def test_nobody_is_there(publisher: RawPublisher) -> None:
 
 def test_nothing_came(publisher: RawPublisher) -> None:
     """Connected, but idle: 3, with what to do."""
-    ran = kvevents("state", publisher.endpoint, "--for", "0.5")
+    source = f"a b={publisher.endpoint},{publisher.replay_endpoint}"
+    ran = kvevents("state", source, "--for", "0.5", "--topic", "kv@ x")
     assert ran.returncode == 3
-    assert ran.stderr == "kvevents state: nothing came; kvevents doctor says why\n"
+    assert ran.stderr == (
+        f"kvevents state: nothing came from {publisher.endpoint};"
+        f" why: kvevents doctor '{source}' --topic 'kv@ x'\n"
+    )
+
+
+def test_swapped_endpoints(publisher: RawPublisher) -> None:
+    """Nobody can subscribe to a replay endpoint; what is said is a command that sees what is wrong."""
+    source = f"{publisher.replay_endpoint},{publisher.endpoint}"
+    ran = kvevents("state", source, "--for", "0.5")
+    told, _, command = ran.stderr.partition("; why: kvevents ")
+    assert told == f"kvevents state: no connection to {publisher.replay_endpoint}"
+    assert ran.returncode == 3
+    assert "swap the two" in kvevents(*shlex.split(command)).stdout
+
+
+ODD = "-k'v\u202e\n\\x"
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=6))
+@example(ODD)
+@settings(deadline=None, max_examples=10)
+def test_a_command_to_paste_says_what_was_said(topic: str) -> None:
+    """A shell makes the same options of it, whatever is in them, and no terminal is moved by it."""
+    options = argparse.Namespace(
+        sources=["w=tcp://h:1,2"],
+        replay_endpoint=None,
+        topic=topic,
+        server_key="a b.key",
+        client_key="$c.key_secret",
+    )
+    command = doctor_command(options, "w=tcp://h:1,2")
+    assert command.isprintable()
+    ran = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True, env=UTF_8
+    )
+    words = ran.stdout.decode().split("\0")[1:-1]
+    found = parser_of("doctor").parse_args(words)
+    assert (found.endpoint, found.topic) == ("w=tcp://h:1,2", topic)
+    assert (found.server_key, found.client_key) == ("a b.key", "$c.key_secret")
+
+
+def test_batches_that_wait_for_a_replay(publisher: RawPublisher) -> None:
+    """While nobody answers it is said that batches came and wait, and for whom; and in the end too."""
+    source = f"{publisher.endpoint},{publisher.replay_endpoint}"
+    with start_kvevents("waits", "state", source, "--for", "60") as process:
+        publisher.await_subscriber()
+        publisher.request()
+        for seq in range(3):
+            publisher.live(seq, stored(seq + 1))
+        assert process.stderr is not None
+        told = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    silent = f"the replay endpoint {publisher.replay_endpoint} does not answer"
+    waits = f"3 batches have come and wait: {silent}"
+    assert told.endswith(f": {waits}\n")
+    assert waits in out and err.partition("; why: ")[0].endswith(waits)
+    assert process.returncode == 1
 
 
 # -------------------------------------------------------------------------------------- a restart
@@ -374,6 +458,53 @@ def test_captures_to_their_end(tmp_path: Path) -> None:
     assert "left out" in ran.stderr and str(other) in ran.stderr
 
 
+def test_a_damaged_capture_is_a_finding(tmp_path: Path) -> None:
+    """1, and why, although what came before it is shown; one that was cut off is as good as any."""
+    file = capture(tmp_path / "c", payload_of(stored(1)), payload_of(stored(2, first=20)))
+    whole = file.read_bytes()
+    for command in ("state", "top"):
+        file.write_bytes(whole[:-1])
+        ran = kvevents(command, str(file))
+        assert ran.returncode == 0 and "was cut off" in ran.stderr
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        ran = kvevents(command, str(file))
+        assert ran.returncode == 1 and str(file) in ran.stdout
+        assert "1 batch was read" in ran.stderr and "checksum" in ran.stderr
+
+
+@pytest.mark.parametrize("command", ["state", "top"])
+def test_output_that_goes_nowhere(tmp_path: Path, command: str) -> None:
+    """Closed, or full: no traceback."""
+    file = str(capture(tmp_path / "c", payload_of(stored(1))))
+    assert by_shell(">&-", command, file).returncode in (0, 2)
+    full = by_shell(">/dev/full", command, file)
+    assert full.returncode == 2 and full.stderr.count("\n") == 1
+
+
+def test_a_document_is_safe_to_show(tmp_path: Path) -> None:
+    """Line ends and what turns text are escapes in it, and the same text to a program."""
+    odd = "\u2028\x85\u202e"
+    file = str(capture(tmp_path / "c", payload_of(stored(1, lora_name=odd))))
+    ran = kvevents("state", file, "--blocks", "--json")
+    assert ran.stdout.replace("\n", "").isprintable()
+    assert json.loads(ran.stdout)["blocks"][0]["lora"] == odd
+
+
+@pytest.mark.parametrize("command", ["state", "top"])
+def test_the_help_explains_its_table(command: str) -> None:
+    """In 80 columns, each column of it."""
+    help_text = by_shell("", command, "--help", COLUMNS="80").stdout
+    assert max(map(len, help_text.splitlines())) <= 80
+    heads = {
+        "state": "rank block GPU CPU_PINNED any seq note blocks tokens share",
+        "top": "rank link ev/s stored/s removed/s GPU EXT lag p50 p99 seq gaps lost replays"
+        " restarts findings blocks tokens beneath held stores again",
+    }
+    body = help_text.partition("positional")[0]
+    assert set(heads[command].split()) <= set(re.findall(r"[\w/]+", body))
+    assert command != "state" or "/tokenize" in help_text
+
+
 def test_colours_are_as_asked_for(tmp_path: Path) -> None:
     """Never, or always; to a pipe, without a word, never."""
     file = str(capture(tmp_path / "c", payload_of(stored(1))))
@@ -390,6 +521,7 @@ def test_colours_are_as_asked_for(tmp_path: Path) -> None:
     ("arguments", "why"),
     [
         (("--tokens", "1,x"), "--tokens: token 1: 'x' is not an int"),
+        (("--tokens=--5",), "--tokens: token 0: '--5' is not an int"),
         (("--tokens", "1,-5"), "--tokens: token 1: -5 is not in 0..4294967295"),
         (("--tokens-file", "/nonexistent"), "--tokens-file: /nonexistent: No such file"),
         (("--tokens", "1", "--tokens-file", "-"), "not allowed with argument"),

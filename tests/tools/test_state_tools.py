@@ -11,16 +11,24 @@ from hypothesis import strategies as st
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, Namespace, StorageMedium
 from kvevents.capture import CaptureHead, capture_start, pack_message
-from kvevents.frames import live_frames
+from kvevents.frames import JOIN, live_frames, replay_end, replay_request
 from kvevents.message import Channel
+from kvevents.tokens import pack_tokens
 from publisher.tools.columns import Cell, Column, lay_out, short_number
 from publisher.tools.fleet.fleet import Fleet, Rank, Worker
 from publisher.tools.fleet.held import Held, HeldBlock, score
 from publisher.tools.fleet.prompt import parse_tokens
-from publisher.tools.source import Capture
+from publisher.tools.fleet.state import Prompt, State
+from publisher.tools.source import Capture, Sources
 from publisher.tools.text import printable
 
 GPU, CPU, DISK = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK
+UNREADABLE = (
+    "1 batch cannot be read: payload: MessagePack data is malformed:"
+    " invalid opcode '\\xc1' (byte 0)"
+)
+MALFORMED = "1 block malformed: "
+S = 10**9
 
 
 def stored(*names: int, parent: int | None = None, **more: object) -> BlockStored:
@@ -48,10 +56,12 @@ def capture(path: Path, *batches: list[Event] | bytes, first: int = 0, rank: int
 
 def followed(capture: Capture) -> tuple[Worker, list[Rank]]:
     """What it comes to."""
-    fleet = Fleet([capture])
-    for step in capture.steps():
-        fleet.take(capture, step)
-    return fleet.of(capture), fleet.ranks
+    with Sources([capture.file]) as sources:
+        fleet = Fleet(sources.all)
+        for told in sources.steps():
+            assert told is not None, "nothing is live"
+            fleet.take(*told)
+        return fleet.of(sources.all[0]), fleet.ranks
 
 
 # ------------------------------------------------------------------------------------------ fleet
@@ -69,8 +79,14 @@ def test_a_stream_from_its_beginning_is_whole(tmp_path: Path) -> None:
     ("batches", "first", "note"),
     [
         ([[stored(1)]], 3, "joined live: what was stored before is unknown"),
-        ([[stored(1)], b"\xc1"], 0, "1 batch cannot be read"),
-        ([[stored(1)], [stored(2, block_size=5)]], 0, "1 block malformed"),
+        ([[stored(1)], b"\xc1"], 0, UNREADABLE),
+        (
+            [[stored(1)], [stored(2, block_size=5)]],
+            0,
+            f"{MALFORMED}block_size 5, after blocks of 2",
+        ),
+        ([[stored(1, block_size=-1)]], 0, f"{MALFORMED}block_size -1 is below 1"),
+        ([[stored(1, block_size=3)]], 0, f"{MALFORMED}2 token ids, not 1 x 3"),
     ],
 )
 def test_what_is_missing_is_noted_until_all_is_cleared(
@@ -85,7 +101,7 @@ def test_what_is_missing_is_noted_until_all_is_cleared(
     assert worker.is_whole(rank) and not worker.notes(rank)
     assert rank.index.resident[GPU] == {7}
     worker, (rank,) = followed(capture(tmp_path / "e", *batches, b"\xc1", first=first))
-    assert worker.notes(rank) == ["1 batch cannot be read"]
+    assert worker.notes(rank) == [UNREADABLE]
 
 
 def test_batches_that_are_lost_leave_it_stale(tmp_path: Path) -> None:
@@ -94,6 +110,77 @@ def test_batches_that_are_lost_leave_it_stale(tmp_path: Path) -> None:
     worker, (rank,) = followed(joined(tmp_path / "c", one, other))
     assert worker.notes(rank) == ["stale: 3 batches lost"]
     assert not worker.is_whole(rank) and worker.seq == 4
+
+
+def told_in_turn(
+    path: Path, *told: tuple[int, Channel, list[bytes]], replay: bool = False
+) -> Capture:
+    """A capture of messages, each with its second."""
+    head = CaptureHead(endpoint="tcp://h:1", replay_endpoint="tcp://h:2" if replay else None)
+    records = [pack_message(at * S, channel, frames) for at, channel, frames in told]
+    path.write_bytes(capture_start(head) + b"".join(records))
+    return Capture(path)
+
+
+def live(at: int, seq: int, *events: Event) -> tuple[int, Channel, list[bytes]]:
+    """A batch that comes in this second."""
+    return at, Channel.LIVE, live_frames(b"", seq, strange(list(events)))
+
+
+def test_a_loss_that_may_be_our_own_is_said_to_be(tmp_path: Path) -> None:
+    """What did not come while too little was read, that alone; and it is said while that is so."""
+    own = [live(0, 0, stored(1)), (1, Channel.BEHIND, []), live(1, 4)]
+    worker, (rank,) = followed(told_in_turn(tmp_path / "a", *own))
+    ours = "perhaps by us alone: it was read too slowly then"
+    assert worker.notes(rank) == [
+        f"stale: 3 batches lost, {ours}",
+        "it was recorded too slowly: what is missing may be our own loss",
+    ]
+    later = [*own, (5, Channel.ABREAST, []), live(6, 9)]
+    worker, (rank,) = followed(told_in_turn(tmp_path / "b", *later))
+    assert worker.notes(rank) == [f"stale: 7 batches lost, 3 of them {ours}"]
+    theirs = [live(0, 0, stored(1)), (1, Channel.BEHIND, []), (2, Channel.ABREAST, []), live(3, 4)]
+    worker, (rank,) = followed(told_in_turn(tmp_path / "c", *theirs))
+    assert worker.notes(rank) == ["stale: 3 batches lost"]
+
+
+def test_a_loss_is_ours_although_a_replay_was_asked_for_it_first(tmp_path: Path) -> None:
+    """Who had caught up by the time that the replay was over has still lost it himself."""
+    message = told_in_turn(
+        tmp_path / "c",
+        live(0, 0, stored(1)),
+        (1, Channel.BEHIND, []),
+        live(1, 4),
+        (1, Channel.ASKED, replay_request(1)),
+        (4, Channel.ABREAST, []),
+        (5, Channel.ANSWER, [b"", *replay_end(delimited=False)[-2:]]),
+        live(6, 5),
+        replay=True,
+    )
+    worker, _ = followed(message)
+    assert worker.missing.lost == worker.missing.ours == 3
+    assert worker.own_gaps == 1
+
+
+@pytest.mark.parametrize(("until", "astray"), [(1, False), (9, True)])
+def test_replays_of_another_publisher(tmp_path: Path, until: int, astray: bool) -> None:
+    """Answers that stay ahead of what comes live are another's, and then the state is not this one's."""
+    source = told_in_turn(
+        tmp_path / "c",
+        (0, Channel.ASKED, replay_request(JOIN)),
+        (0, Channel.ANSWER, [b"", b"", (1000).to_bytes(8, "big"), strange([stored(1)])]),
+        (0, Channel.ANSWER, [b"", b"", b"\xff" * 8, b""]),
+        live(1, 10, stored(2)),
+        live(until, 11, stored(3)),
+        replay=True,
+    )
+    worker, (rank,) = followed(source)
+    assert worker.is_whole(rank) is not astray
+    note = (
+        "the replay endpoint answers up to seq 1000, and what comes live is at 11: the answers"
+        " seem to be another publisher's"
+    )
+    assert worker.notes(rank) == [note] * astray
 
 
 def joined(path: Path, *captures: Capture) -> Capture:
@@ -149,7 +236,7 @@ def test_blocks_that_are_told_by_their_hashes_alone(tmp_path: Path) -> None:
     offload = BlockStored([2, 9, 1], None, [], 0, medium=CPU)
     worker, (rank,) = followed(capture(tmp_path / "c", [stored(1, 2), offload]))
     assert rank.index.resident[CPU] == {1, 2}
-    assert worker.notes(rank) == ["1 block malformed"]
+    assert worker.notes(rank) == [f"{MALFORMED}told by its hash alone, and not held"]
     assert [one.depth for one in rank.index.path([10, 11, 20, 21], Namespace())] == [0, 1]
 
 
@@ -158,7 +245,8 @@ def test_ranks_are_kept_apart_and_bounded(tmp_path: Path) -> None:
     told = [strange([stored(1)], rank) for rank in range(1100)]
     worker, ranks = followed(capture(tmp_path / "c", *told))
     assert len(ranks) == 1024 and not worker.is_whole(ranks[0])
-    assert worker.notes(ranks[0]) == ["only 1024 ranks are looked at"]
+    only = "only 1024 ranks are looked at: 76 batches of others left out"
+    assert worker.notes(ranks[0]) == [only]
 
 
 # ------------------------------------------------------------------------------------------- held
@@ -201,7 +289,7 @@ def test_why_a_prompt_is_not_held() -> None:
     assert reasons(held, [10, 11]) == ["holds no block"]
     held.apply([stored(1, 2, lora_name="x"), stored(3, 4)])
     assert reasons(held, [10]) == [
-        "the prompt is shorter than a block of 2 tokens: nothing can be found"
+        "the prompt has 1 token, less than a block of 2: nothing can be found"
     ]
     assert reasons(held, [10, 11, 20, 21, 30, 31]) == [
         "2 of 3 blocks are held under lora 'x', not under the base"
@@ -227,6 +315,54 @@ def test_why_a_prompt_is_not_held() -> None:
     assert reasons(untold, [10, 11]) == [
         "token ids are left out of all blocks: these cannot be found by tokens"
     ]
+
+
+def test_why_not_even_the_first_block_is_held() -> None:
+    """How many prompts are held, how far the best of them goes along, and whether they are of other
+    names; where no beginning is held at all, that.
+    """
+    held = Held()
+    held.apply([stored(1, lora_name="x"), stored(2, cache_salt="s")])
+    assert reasons(held, [70, 71]) == [
+        "all 2 first blocks are under cache salt 's', lora 'x', none under the base"
+    ]
+    held.apply([stored(3, 4), stored(5, token_ids=[30, 99])])
+    assert reasons(held, [30, 70]) == [
+        "the 2 first blocks held under the base have other tokens: at best 1 of 2 are alike"
+    ]
+    assert reasons(held, [70, 30], Namespace(lora_name="x")) == [
+        "the 1 first block held under lora 'x' has other tokens: at best 0 of 2 are alike"
+    ]
+    late = Held()
+    late.apply([stored(3, parent=2)])
+    assert reasons(late, [10, 11]) == [
+        "only blocks are held whose beginning is not: chains of that kind: 1"
+    ]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=6),
+    st.lists(st.integers(0, 2), min_size=4, max_size=4),
+)
+def test_how_far_the_best_prompt_goes_along(held: list[list[int]], prompt: list[int]) -> None:
+    """As many tokens as any of the first blocks has in common with it, one by one."""
+    index = Held()
+    for name, tokens in enumerate(held):
+        index.apply([stored(name + 1, token_ids=tokens, block_size=4)])
+    best = max(next((at for at in range(4) if one[at] != prompt[at]), 4) for one in held)
+    around = index.look_around(pack_tokens(prompt), Namespace())
+    assert (around.roots, around.roots_here, around.alike) == (len(held), len(held), best)
+
+
+def test_a_prompt_may_be_of_before_a_stream_was_joined(tmp_path: Path) -> None:
+    """Where what was stored before is unknown, that is said of what is not held."""
+    source = capture(tmp_path / "c", [stored(1)], first=7)
+    fleet = Fleet([source])
+    for step in source.steps():
+        fleet.take(source, step)
+    (one,) = State(fleet, set()).scored(Prompt([70, 71], Namespace()))
+    assert len(one.reasons) == 2
+    assert one.reasons[1] == "what was stored before we joined is unknown: it may be held"
 
 
 def test_the_best_worker_comes_first() -> None:
@@ -277,6 +413,10 @@ def test_tokens_in_each_form(text: str) -> None:
         ("1,-1", "token 1: -1 is not in 0..4294967295"),
         ("4294967296", "token 0: 4294967296 is not in"),
         ("1" * 50, "is not an int"),
+        ("--5", "token 0: '--5' is not an int"),
+        ("1,-", "token 1: '-' is not an int"),
+        ("[1" + "0" * 30 + "]", "token 0: 1"),
+        ("[-1]", "token 0: -1 is not in 0..4294967295"),
         ("[1,2.5]", "token 1: 2.5 is not an int"),
         ("[true]", "token 0: True is not an int"),
         ("[[1],[2]]", "2 prompts: give one"),

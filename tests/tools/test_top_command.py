@@ -36,7 +36,8 @@ from kvevents.message import Channel
 pytestmark = pytest.mark.integration
 
 NOWHERE = "tcp://127.0.0.1:1"
-ALTERNATE, NORMAL, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
+ALTERNATE, NORMAL = "\x1b[?1049h", "\x1b[?1049l"
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
 
 def test_two_workers_once() -> None:
@@ -112,10 +113,11 @@ def test_a_capture(tmp_path: Path) -> None:
 
 def test_nobody_is_there() -> None:
     """A row that says so, and 3."""
-    ran = kvevents("top", NOWHERE, "--for", "0.3")
+    ran = kvevents("top", NOWHERE, "--for", "0.3", "--topic", "kv@")
     assert ran.returncode == 3
     assert "down" in ran.stdout and "not connected" in ran.stdout
-    assert ran.stderr == f"kvevents top: no connection to {NOWHERE}; kvevents doctor says why\n"
+    why = f"kvevents top: no connection to {NOWHERE}; why: kvevents doctor {NOWHERE} --topic kv@\n"
+    assert ran.stderr == why
 
 
 @pytest.mark.parametrize(
@@ -135,11 +137,13 @@ def test_what_cannot_be_asked(arguments: tuple[str, ...], why: str) -> None:
 
 
 class Terminal:
-    """`kvevents top` on a pseudo terminal of 80 columns and 24 lines."""
+    """`kvevents top` on a pseudo terminal of 24 lines. `piped`: its output goes to a pipe first."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(
+        self, *arguments: str, columns: int = 80, piped: bool = False, **environment: str
+    ) -> None:
         self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.before = termios.tcgetattr(theirs)
         self._theirs = theirs
         without = {
@@ -148,7 +152,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "publisher.cli", "top", *arguments],
             stdin=theirs,
-            stdout=theirs,
+            stdout=subprocess.PIPE if piped else theirs,
             stderr=theirs,
             env={**without, "TERM": "xterm-256color", **environment},
         )
@@ -162,9 +166,10 @@ class Terminal:
             assert left > 0, f"{part!r} is not in {self.text!r}"
             self._read(left)
 
-    def end(self, number: int) -> int:
-        """Send the signal; the exit code, once all is read."""
-        self.process.send_signal(number)
+    def end(self, *numbers: int) -> int:
+        """Send the signals; the exit code, once all is read."""
+        for number in numbers:
+            self.process.send_signal(number)
         deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline, "it did not end"
@@ -172,6 +177,12 @@ class Terminal:
         while self._read(0.05):
             pass
         return self.process.returncode
+
+    def hang_up(self) -> None:
+        """It is gone."""
+        os.close(self._ours)
+        os.close(self._theirs)
+        self._ours = self._theirs = -1
 
     def now(self) -> list[object]:
         """The settings of the terminal."""
@@ -189,14 +200,25 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self._ours)
-        os.close(self._theirs)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        if self._ours >= 0:
+            self.hang_up()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
-def test_a_terminal_is_left_as_it_was(number: int, code: int) -> None:
-    """Ctrl-C and SIGTERM end it without a traceback, on the screen that was there before, with its
-    cursor; meanwhile the numbers are on a screen of 80 columns.
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ([signal.SIGINT], 0),
+        ([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 0),
+        ([signal.SIGTERM, signal.SIGINT], 143),
+        ([signal.SIGHUP], 129),
+        ([signal.SIGQUIT], 131),
+    ],
+)
+def test_a_terminal_is_left_as_it_was(numbers: list[int], code: int) -> None:
+    """Ctrl-C, also twice, and what else ends it does so without a traceback, on the screen that was there
+    before, with its cursor; meanwhile the numbers are on a screen of 80 columns.
     """
     with (
         RawPublisher() as publisher,
@@ -207,16 +229,93 @@ def test_a_terminal_is_left_as_it_was(number: int, code: int) -> None:
         publisher.live(31_337, block)
         terminal.read_until("31337")
         terminal.read_until("hottest prefixes")
-        assert terminal.end(number) == code
+        ended = terminal.end(*numbers)
         assert terminal.now() == terminal.before
         text = terminal.text
+    either = {0, 130, 143, -signal.SIGTERM}  # whichever comes first, or after the screen was left
+    assert ended in (either if len(numbers) > 1 else {code})
     assert "Traceback" not in text
     assert text.index(ALTERNATE) < text.index("31337") < text.rindex(NORMAL)
-    assert SHOW_CURSOR in text
+    assert text.index(ALTERNATE) < text.rindex(SHOW_CURSOR)
+    assert HIDE_CURSOR not in text[text.rindex(SHOW_CURSOR) :]
     assert ALTERNATE not in text[text.rindex(NORMAL) :]
     frames = text.replace("\x1b[H", "\n")
     for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frames).splitlines():
         assert len(line) <= 80
+
+
+def test_a_terminal_that_is_gone() -> None:
+    """Nobody is told by a signal, as where it is not the session's own: it ends all the same, also where
+    nothing is to be shown for long.
+    """
+    with RawPublisher() as publisher:
+        for interval in ("0.1", "3600"):
+            with Terminal(publisher.endpoint, "--interval", interval) as terminal:
+                publisher.await_subscriber()
+                terminal.read_until("kvevents top")
+                terminal.hang_up()
+                assert terminal.process.wait(PATIENCE_S) == 129
+                publisher.await_subscriber(b"\0")
+
+
+def test_ctrl_z_leaves_the_screen_meanwhile() -> None:
+    """The shell has its own screen, and afterwards the table is there again."""
+    with (
+        RawPublisher() as publisher,
+        Terminal(publisher.endpoint, "--interval", "0.1") as terminal,
+    ):
+        publisher.await_subscriber()
+        terminal.read_until("kvevents top")
+        terminal.process.send_signal(signal.SIGTSTP)
+        terminal.read_until(NORMAL + SHOW_CURSOR)
+        os.waitid(os.P_PID, terminal.process.pid, os.WSTOPPED)
+        terminal.text = ""
+        terminal.process.send_signal(signal.SIGCONT)
+        terminal.read_until("kvevents top")
+        assert terminal.text.startswith(ALTERNATE)
+        assert terminal.end(signal.SIGINT) == 3  # nothing came
+
+
+@pytest.mark.parametrize("columns", [100, 120])
+def test_a_terminal_of_any_width(columns: int) -> None:
+    """No line is wider, neither of the live table, nor of what goes to it once by a pipe."""
+    name = "vllm-decode-7f9c6d5b8-x2x4q.inference.svc.cluster.local"
+    tokens, names = list(range(1000)), list[int | bytes](range(1, 1001))
+    block = BlockStored(names, None, tokens, 1, medium=StorageMedium.GPU)
+    with RawPublisher() as publisher:
+        source = f"{name}={publisher.endpoint}"
+        for arguments in (("--interval", "0.1"), ("--once", "--for", "1")):
+            piped = "--once" in arguments
+            with Terminal(source, *arguments, columns=columns, piped=piped) as terminal:
+                publisher.await_subscriber()
+                publisher.live(1_234_567, block)
+                if piped:
+                    assert terminal.process.stdout is not None
+                    text = terminal.process.stdout.read().decode()
+                else:
+                    terminal.read_until("hottest prefixes")
+                    terminal.end(signal.SIGINT)
+                    text = terminal.text.replace("\x1b[H", "\n")
+                publisher.await_subscriber(b"\0")
+            lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()
+            assert any("1234567" in line for line in lines)
+            assert max(map(len, lines)) <= columns
+
+
+def test_batches_that_wait_for_a_replay() -> None:
+    """While nobody answers, the table says that batches came and wait, and for whom."""
+    with RawPublisher() as publisher:
+        source = f"{publisher.endpoint},{publisher.replay_endpoint}"
+        with start_kvevents("waits", "top", source, "--for", "4") as process:
+            publisher.await_subscriber()
+            publisher.request()
+            publisher.live(0)
+            publisher.live(1)
+            out, err = process.communicate(timeout=PATIENCE_S)
+    silent = f"the replay endpoint {publisher.replay_endpoint} does not answer"
+    assert f"2 batches have come and wait: {silent}" in out
+    assert f"{silent}; why: kvevents doctor {source}\n" in err
+    assert process.returncode == 1
 
 
 def test_no_color_is_respected() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -25,7 +25,7 @@ from publisher.tools.fleet.rates import Lags, Rates
 from publisher.tools.fleet.screen import render
 from publisher.tools.fleet.state import Prompt, State
 from publisher.tools.fleet.top import Board, Hot, Row, Snapshot, lines
-from publisher.tools.source import Capture
+from publisher.tools.source import Capture, Sources
 
 GPU = StorageMedium.GPU
 
@@ -100,23 +100,29 @@ def test_a_prefix_goes_to_where_it_branches() -> None:
 
 
 def test_the_hottest_are_those_of_the_window() -> None:
-    """Stores count for a minute; then what has most beneath is first."""
+    """Stores count for a minute, and what has none of them is not shown."""
     prefixes = Prefixes(60)
     prefixes.second = None
     for number in range(10, 15):
         prefixes.stored(0, name(number), name(number - 1) if number > 10 else None)
     prefixes.second = 100
     prefixes.stored(0, name(1), None)
-    assert [one.root for one in prefixes.hottest(9)] == [1, 10]
+    assert [one.root for one in prefixes.hottest(9)] == [1]
+    prefixes.second = 101
+    prefixes.stored(0, name(15), name(14))
+    assert [one.root for one in prefixes.hottest(9)] == [10, 1]
     prefixes.forget(159)
-    assert prefixes.hottest(1)[0].stores == 1
+    assert [(one.root, one.stores) for one in prefixes.hottest(9)] == [(10, 1), (1, 1)]
     prefixes.forget(160)
-    assert [(one.root, one.stores) for one in prefixes.hottest(9)] == [(10, 0), (1, 0)]
+    assert [(one.root, one.stores) for one in prefixes.hottest(9)] == [(10, 1)]
+    prefixes.forget(161)
+    assert prefixes.hottest(9) == []
 
 
 def test_circles_end() -> None:
     """A stream may say that two blocks are behind each other."""
     prefixes = Prefixes()
+    prefixes.second = 0
     prefixes.stored(0, name(1), name(2))
     prefixes.stored(0, name(2), name(1))
     assert [one.blocks for one in prefixes.hottest(5)] == [2]
@@ -135,6 +141,7 @@ def test_nothing_is_left_of_what_is_dropped(
 ) -> None:
     """Whatever comes and goes: what is beneath the prefixes is what is held, and in the end nothing."""
     prefixes, held = Prefixes(), set[tuple[int, int]]()
+    prefixes.second = 0
     for comes, rank, number, parent in told:
         if comes:
             prefixes.stored(rank, name(number), None if parent is None else name(parent))
@@ -149,6 +156,111 @@ def test_nothing_is_left_of_what_is_dropped(
         prefixes.dropped(rank, name(number))
     assert prefixes.hottest(99) == []
     assert not prefixes._nodes and not prefixes._beneath and not prefixes._behind._of
+
+
+class Recount:
+    """What `Prefixes` says, counted anew from all that has been: a block is of the prefix that the one
+    before it was of when it came, or begins its own.
+    """
+
+    def __init__(self, window_s: int | None) -> None:
+        self._window_s = window_s
+        self._held: dict[int, set[int]] = {}
+        self._above: dict[int, tuple[int | None, int]] = {}
+        self._gone: set[tuple[int, int]] = set()
+        self._stores: list[tuple[int, int, bool]] = []
+
+    def stored(self, rank: int, number: int, parent: int | None, second: int | None) -> None:
+        if number not in self._held:
+            root = number if parent not in self._held else self._above[parent][1]
+            self._above[number] = parent, root
+        self._held.setdefault(number, set()).add(rank)
+        again = (rank, number) in self._gone
+        self._gone.discard((rank, number))
+        if second is not None:
+            self._stores.append((second, self._above[number][1], again))
+
+    def dropped(self, rank: int, number: int) -> None:
+        if rank not in self._held.get(number, ()):
+            return
+        self._gone.add((rank, number))
+        self._held[number].discard(rank)
+        if not self._held[number]:
+            del self._held[number]
+
+    def hottest(self, now: int) -> list[tuple[int, int, int, int, list[int], int, int]]:
+        found = []
+        for root in self._held:
+            told = [
+                again
+                for second, of, again in self._stores
+                if of == root and (self._window_s is None or second > now - self._window_s)
+            ]
+            beneath = [one for one in self._held if self._above[one][1] == root]
+            if told and beneath:
+                tip, length = self._chain(root)
+                holders = sorted(self._held[tip])
+                found.append((root, tip, length, len(beneath), holders, len(told), sum(told)))
+        return sorted(found, key=lambda one: (-one[5], -one[3], -one[0]))
+
+    def _chain(self, root: int) -> tuple[int, int]:
+        tip, length = root, 1
+        while True:
+            behind = [one for one in self._held if self._above[one][0] == tip]
+            if len(behind) != 1 or behind[0] == root:
+                return tip, length
+            tip, length = behind[0], length + 1
+
+
+tree_steps = st.tuples(st.booleans(), st.integers(0, 2), st.integers(1, 15), st.none())
+odd_steps = st.tuples(
+    st.booleans(), st.integers(0, 2), st.integers(1, 6), st.none() | st.integers(1, 6)
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(tree_steps, max_size=60) | st.lists(odd_steps, max_size=60),
+    st.booleans(),
+    st.sampled_from([None, 3]),
+    st.integers(0, 9),
+)
+@example(
+    [
+        (True, 0, 8, 4),
+        (True, 0, 9, 8),
+        (True, 0, 4, None),
+        (False, 0, 8, None),
+        (True, 0, 8, 4),
+        (False, 0, 9, None),
+    ],
+    False,
+    None,
+    0,
+)
+def test_prefixes_are_what_a_recount_says(
+    told: list[tuple[bool, int, int, int | None]],
+    is_tree: bool,
+    window_s: int | None,
+    replayed: int,
+) -> None:
+    """Of any stream, also of a tree that is joined in the middle, so that blocks come and go behind ones
+    that were never told: after every step the hottest are those of a count of all that was.
+    """
+    prefixes, recount = Prefixes(window_s), Recount(window_s)
+    for at, (comes, rank, number, odd) in enumerate(told):
+        parent = (number // 2 or None) if is_tree else odd
+        second = None if at < replayed else at // 2
+        prefixes.second = second
+        if not comes:
+            prefixes.dropped(rank, name(number))
+            recount.dropped(rank, number)
+        elif rank not in recount._held.get(number, ()):  # an index tells of new ones alone
+            prefixes.stored(rank, name(number), None if parent is None else name(parent))
+            recount.stored(rank, number, parent, second)
+        prefixes.forget(at // 2)
+        assert [tuple(one) for one in prefixes.hottest(99)] == recount.hottest(at // 2)
+        assert [tuple(one) for one in prefixes.hottest(2)] == recount.hottest(at // 2)[:2]
 
 
 # ------------------------------------------------------------------------------------------ board
@@ -210,7 +322,54 @@ def test_what_is_replayed_is_held_and_no_rate(tmp_path: Path) -> None:
         (row,) = board.snapshot().rows
         assert (row.held, row.stored_per_s, row.replays) == (0 if more else 1, 0, 1)
         found = [(one.root, one.stores) for one in board.snapshot().hottest]
-        assert found == ([] if more else [("1", 0)])
+        assert found == []
+
+
+def test_what_is_lost_by_us_is_no_finding(tmp_path: Path) -> None:
+    """Batches that did not come while too little was read are counted apart, and said; the same without
+    that is the publisher's.
+    """
+    head = capture_start(CaptureHead(endpoint="tcp://h:1"))
+    empty = encode_batch(KVEventBatch(1.0, [], 0))
+    for behind in (True, False):
+        told = [
+            (Channel.LIVE, live_frames(b"", 0, empty)),
+            (Channel.BEHIND, []),
+            *([] if behind else [(Channel.ABREAST, [])]),
+            (Channel.LIVE, live_frames(b"", 4, empty)),
+            (Channel.ABREAST, []),
+            (Channel.LIVE, live_frames(b"", 5, empty)),
+        ]
+        file = tmp_path / "c"
+        file.write_bytes(head + b"".join(pack_message(at, *one) for at, one in enumerate(told)))
+        with Sources([file]) as sources:
+            board = Board(sources.all, windowed=False)
+            for one in sources.steps():
+                assert one is not None, "nothing is live"
+                board.take(*one)
+        (row,) = board.snapshot().rows
+        assert (row.gaps, row.lost, row.lost_perhaps_ours) == (1, 3, 3 if behind else 0)
+        assert row.findings == (0 if behind else 1)
+        assert any("perhaps our own" in note for note in row.notes) is behind
+        assert any("perhaps by us alone" in note for note in row.notes) is behind
+
+
+def test_ranks_without_end_cost_no_memory(tmp_path: Path) -> None:
+    """What is kept is of so many ranks only, the notes say how many others there were, and once."""
+    head = capture_start(CaptureHead(endpoint="tcp://h:1"))
+    told = [
+        live_frames(b"", seq, msgspec.msgpack.encode([1.0, [BlockStored([1], None, [1], 1)], seq]))
+        for seq in range(1200)
+    ]
+    file = tmp_path / "c"
+    file.write_bytes(head + b"".join(pack_message(1, Channel.LIVE, one) for one in told))
+    source = Capture(file)
+    board = Board([source], windowed=False)
+    for step in source.steps():
+        board.take(source, step)
+    assert len(board._watched) == len(board._paces) == len(board.snapshot().rows) == 1024
+    notes = [note for row in board.snapshot().rows for note in row.notes]
+    assert notes == ["only 1024 ranks are looked at: 176 batches of others left out"]
 
 
 odd_ints = st.sampled_from([0, 1, 2, 3, -1, 2**63, 2**64 - 1])
@@ -295,6 +454,7 @@ def row(number: int, **more: object) -> Row:
         "seq": 10**9 + number,
         "gaps": base + 19,
         "lost": base + 20,
+        "lost_perhaps_ours": 0,
         "replays": base + 21,
         "restarts": base + 22,
         "findings": base + 23,
@@ -340,6 +500,65 @@ def test_no_number_is_lost_at_any_width(width: int) -> None:
         numbers = {str(hot.blocks), str(hot.tokens), "54321", "7", "4321", "321"}
         assert numbers | {"400000000000", "bfffffffffff"} <= words
     assert "total" in words and "6033" in words  # events/s of all
+
+
+NAMES = ["a", "vllm-decode-7f9c6d5b8-x2x4q.inference.svc.cluster.local:5557", "w" * 300]
+large = st.integers(0, 9_999_999)
+rates = st.floats(0, 9_999_999)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([80, 100, 120, 200]),
+    st.lists(
+        st.builds(
+            lambda which, counts, speeds, notes: row(
+                which,
+                worker=NAMES[which % 3],
+                rank=which,
+                blocks=dict(zip(["GPU", "CPU_PINNED", "DISK", "EXTERNAL"], counts, strict=False)),
+                events_per_s=speeds[0],
+                stored_per_s=speeds[1],
+                removed_per_s=speeds[2],
+                seq=2**63 - 1 - counts[0],
+                lag_p50_s=-speeds[0],
+                gaps=counts[4],
+                lost=counts[5],
+                replays=counts[6],
+                notes=notes,
+            ),
+            st.integers(0, 1023),
+            st.lists(large, min_size=7, max_size=7),
+            st.lists(rates, min_size=3, max_size=3),
+            st.lists(st.sampled_from(["not connected", "stale: 3 batches lost " * 9, "x" * 250])),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_no_line_is_wider_than_the_terminal(width: int, rows: list[Row]) -> None:
+    """Whatever the names, numbers and notes: as text to a pipe, and as what rich writes, where nothing is
+    cropped away either.
+    """
+    shown = Snapshot(at_s=0.0, window_s=10, rows=rows, hottest=snapshot(1).hottest, left_out=10**9)
+    text = ["".join(cell.text for cell in line).rstrip() for line in lines(shown, width)]
+    assert max(map(len, text)) <= width
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(render(shown, width), end="")
+    assert [line.rstrip() for line in captured.get().split("\n")] == text
+
+
+@pytest.mark.parametrize(("width", "tall"), [(80, 2), (100, 2), (120, 1), (200, 1)])
+def test_a_healthy_row_at_usual_widths(width: int, tall: int) -> None:
+    """From 120 columns on it has one line: what is 0 everywhere makes room."""
+    two = {"GPU": 1234567, "CPU_PINNED": 7654321, "DISK": 0, "EXTERNAL": 0}
+    fine: dict[str, object] = {"blocks": two, "lag_p99_s": 0.5, "replays": 1, "seq": 1234567}
+    fine |= {"gaps": 0, "lost": 0, "restarts": 0, "findings": 0}
+    rows = [row(number, worker=NAMES[1], **fine) for number in range(2)]
+    shown = Snapshot(at_s=0.0, window_s=10, rows=rows, hottest=[])
+    title = 2 if width == 80 else 1
+    assert len(lines(shown, width)) <= title + 4 * tall
 
 
 def test_at_80_columns_a_row_has_two_lines() -> None:

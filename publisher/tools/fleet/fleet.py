@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -9,29 +10,36 @@ import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvevents.follower import Malformed, Step, Told
-from kvevents.gaps import Lost, Restarted
+from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.hashing import canonical_hash
 from kvevents.message import Channel
 from kvevents.reading import Reading, read
 from publisher.tools.fleet.held import Held
-from publisher.tools.source import Capture, Source
+from publisher.tools.source import Capture, Live, Source
 
-__all__ = ["Fleet", "Missing", "Rank", "Worker"]
+__all__ = ["Fleet", "Missing", "Rank", "Worker", "waiting"]
 
 _LOCAL = (None, "LOCAL")
 _FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
 _MOST_RANKS = 1024
 """Of one worker; what a stream says of more is counted and left out."""
+_SILENT_S = 2.0
+"""A replay of which nothing comes for so long is one that is not answered."""
+_LONGEST_REASON = 100
+_ASTRAY_NS = 2_000_000_000
+"""Replays that are ahead of what comes live for so long are another publisher's."""
 
 
 @dataclass(slots=True)
 class Missing:
     """What is not known of a stream: `before` it was joined (0 or more times), batches that were `lost`,
-    batches and events that could not be read, blocks that could not be placed.
+    and those of them that are perhaps `ours` alone, batches and events that could not be read, blocks
+    that could not be placed.
     """
 
     before: int = 0
     lost: int = 0
+    ours: int = 0
     unreadable: int = 0
     skipped: int = 0
     misfits: int = 0
@@ -60,6 +68,8 @@ class Rank:
         self.stores = self.remote = self.other_groups = 0
         self._main: int | None = None
         self._guessed = False
+        self.misfit = ""
+        """Why the first block that could not be placed could not."""
         self._misfits = 0
         self._since = Missing()
         """What was missing of the worker's stream when all was cleared last."""
@@ -94,9 +104,12 @@ class Rank:
                 self.other_groups += len(event.block_hashes)
                 continue
             told.append(self._placed(event) if isinstance(event, BlockStored) else event)
-            before = self.index.oddities.malformed
+            before, size = self.index.oddities.malformed, self.index.block_size
             self.index.apply(told[-1:])
-            self._misfits += self.index.oddities.malformed - before
+            misfits = self.index.oddities.malformed - before
+            if misfits and not self._misfits and isinstance(event, BlockStored):
+                self.misfit = _why_misfit(event, size)
+            self._misfits += misfits
         return told
 
     def _choose_group(self, event: BlockStored) -> None:
@@ -117,15 +130,31 @@ class Rank:
         if event.block_size or len(event.token_ids) or size is None:
             return event
         held = [name for name in event.block_hashes if self.index.has(canonical_hash(name))]
-        self._misfits += len(event.block_hashes) - len(held)
+        misfits = len(event.block_hashes) - len(held)
+        if misfits and not self._misfits:
+            self.misfit = "told by its hash alone, and not held"
+        self._misfits += misfits
         return msgspec.structs.replace(
             event, block_hashes=held, block_size=size, parent_block_hash=None, extra_keys=None
         )
 
 
+def _why_misfit(event: BlockStored, size: int | None) -> str:
+    blocks, tokens = len(event.block_hashes), len(event.token_ids)
+    if event.block_size < 1:
+        return f"block_size {event.block_size} is below 1"
+    if size is not None and event.block_size != size:
+        return f"block_size {event.block_size}, after blocks of {size}"
+    if tokens not in (0, blocks * event.block_size):
+        return f"{_many(tokens, 'token id', 'token ids')}, not {blocks} x {event.block_size}"
+    return "its parent, token ids, extra keys or names cannot be"
+
+
 class Worker:
     """One source's stream. `came`: batches. `malformed`: messages that are none of the wire's. `beyond`:
-    batches of ranks that were too many. `answered`, `gave_up`: replays.
+    batches of ranks that were too many. `answered`, `gave_up`: replays. `refused`: the other end would
+    not have us. `own_gaps`: that are perhaps ours alone. `unreadable`: why the first batch or event that
+    could not be read could not.
     """
 
     def __init__(self, source: Source, new_index: Callable[[str, int], Held]) -> None:
@@ -134,7 +163,14 @@ class Worker:
         self.came = self.malformed = self.beyond = 0
         self.missing = Missing()
         self.was_connected = isinstance(source, Capture)
-        self.answered = self.gave_up = self.was_behind = False
+        self.answered = self.gave_up = self.refused = False
+        self.own_gaps = 0
+        self.unreadable = ""
+        self._own_until = 0
+        """What is lost before this seq may be ours alone: we read too slowly when it did not come."""
+        self._ahead_ns: int | None = None
+        """Since when the replays are ahead of what comes live."""
+        self._at_ns = 0
         self._new_index = new_index
 
     @property
@@ -153,6 +189,66 @@ class Worker:
         return self.source.connected and not waits
 
     @property
+    def held(self) -> int:
+        """How many batches have come that wait for a replay."""
+        return self.source.follower.held
+
+    @property
+    def replay_is_silent(self) -> bool:
+        """Whether a replay is under way of which nothing comes."""
+        source = self.source
+        return isinstance(source, Live) and source.listener.unanswered_s > _SILENT_S
+
+    @property
+    def is_astray(self) -> bool:
+        """Whether the replays are another publisher's."""
+        if self._ahead_ns is None or not self.source.follower.ahead:
+            return False
+        now = self._at_ns if isinstance(self.source, Capture) else time.time_ns()
+        return now - self._ahead_ns > _ASTRAY_NS
+
+    def look(self, step: Step) -> None:
+        """A message has come."""
+        match step.message.channel:
+            case Channel.CONNECTED:
+                self.was_connected = True
+            case Channel.REFUSED:
+                self.refused = True
+            case Channel.ANSWER:
+                self.answered = True
+            case Channel.OVER:
+                self.gave_up = True
+        self._at_ns = step.message.at_ns
+        if not self.source.follower.ahead:
+            self._ahead_ns = None
+        elif self._ahead_ns is None:
+            self._ahead_ns = self._at_ns
+
+    def gap(self, gap: Gap) -> None:
+        """Batches have not come; perhaps they came, and we were too slow."""
+        if self.source.is_behind:
+            self.own_gaps += 1
+            self._own_until = max(self._own_until, gap.first + gap.count)
+
+    def is_ours(self, first: int) -> bool:
+        """Whether it may be by us alone that the batches from `first` on are missing."""
+        return self.source.is_behind or first < self._own_until
+
+    def lost(self, lost: Lost) -> None:
+        """Batches that nobody has any more."""
+        if not lost.first:
+            self.missing.before += 1
+            return
+        self.missing.lost += lost.count
+        self.missing.ours += lost.count if self.is_ours(lost.first) else 0
+
+    def restart(self) -> None:
+        """Another run: nothing is held, and nothing is missing."""
+        self.missing, self._own_until, self.unreadable = Missing(), 0, ""
+        for rank in self.ranks.values():
+            rank.restart()
+
+    @property
     def told_all(self) -> bool:
         """Whether there was something, or a replay endpoint has said that there is nothing."""
         return bool(self.came) or self.answered
@@ -168,7 +264,7 @@ class Worker:
     def is_whole(self, rank: Rank | None) -> bool:
         """Whether what is known is all there is."""
         missing = self.missing if rank is None else rank.missing(self.missing)
-        return self.in_step and not missing and not self.beyond
+        return self.in_step and not missing and not self.beyond and not self.is_astray
 
     def notes(self, rank: Rank | None) -> list[str]:
         """Why it is not, and what was left out."""
@@ -200,14 +296,7 @@ class Fleet:
     def begin(self, source: Source, step: Step) -> Worker:
         """A message has come."""
         worker = self.workers[id(source)]
-        match step.message.channel:
-            case Channel.CONNECTED:
-                worker.was_connected = True
-            case Channel.ANSWER:
-                worker.answered = True
-            case Channel.OVER:
-                worker.gave_up = True
-        worker.was_behind = worker.was_behind or source.is_behind
+        worker.look(step)
         return worker
 
     def told(self, worker: Worker, told: Told) -> tuple[Reading, list[Event]]:
@@ -216,6 +305,7 @@ class Fleet:
         worker.came += 1
         if reading.batch is None:
             worker.missing.unreadable += 1
+            worker.unreadable = worker.unreadable or reading.reason
             return reading, []
         rank = worker.rank(reading.rank)
         applied: list[Event] = []
@@ -224,21 +314,21 @@ class Fleet:
         elif reading.events:
             applied = rank.apply(reading.events, worker.missing)
         worker.missing.skipped += len(reading.skipped)
+        if reading.skipped and not worker.unreadable:
+            worker.unreadable = reading.skipped[0].reason
         return reading, applied
 
     def other(self, worker: Worker, arrival: object) -> None:
         """What else has come."""
         match arrival:
-            case Lost(first=0):
-                worker.missing.before += 1
-            case Lost(count=count):
-                worker.missing.lost += count
+            case Gap():
+                worker.gap(arrival)
+            case Lost():
+                worker.lost(arrival)
             case Malformed():
                 worker.malformed += 1
             case Restarted():
-                worker.missing = Missing()
-                for rank in worker.ranks.values():
-                    rank.restart()
+                worker.restart()
 
     def take(self, source: Source, step: Step) -> bool:
         """All that a message brought; whether that changed what is held."""
@@ -259,32 +349,31 @@ def _changes(event: Event) -> bool:
 
 def _notes(worker: Worker, rank: Rank | None) -> list[str]:
     missing = worker.missing if rank is None else rank.missing(worker.missing)
-    source, notes = worker.source, list[str]()
+    source = worker.source
     if not worker.was_connected:
-        return ["not connected"]
-    if not source.connected:
-        notes.append("the connection is lost: this is as of then")
-    elif not worker.in_step:
-        notes.append("its replay is not over")
-    if source.is_behind:
-        notes.append("it publishes faster than we read")
+        why = ": it refuses us: CURVE on one side only, or a key that it does not know"
+        return [f"not connected{why if worker.refused else ''}"]
+    notes = _of_connection(worker)
     if worker.gave_up and not worker.answered and not missing.before:
         notes.append("its replay endpoint does not answer")
     if missing.before:
         notes.append(f"{_joined(worker)}: what was stored before is unknown")
     if missing.lost:
-        by_us = ", perhaps by us: it publishes faster than we read" if worker.was_behind else ""
-        notes.append(f"stale: {_many(missing.lost, 'batch', 'batches')} lost{by_us}")
+        notes.append(f"stale: {_many(missing.lost, 'batch', 'batches')} lost{_ours(missing)}")
+    why = f": {_short(worker.unreadable)}" if worker.unreadable else ""
     if missing.unreadable:
-        notes.append(f"{_many(missing.unreadable, 'batch', 'batches')} cannot be read")
+        notes.append(f"{_many(missing.unreadable, 'batch', 'batches')} cannot be read{why}")
+        why = ""
     if missing.skipped:
-        notes.append(f"{_many(missing.skipped, 'event', 'events')} cannot be read")
+        notes.append(f"{_many(missing.skipped, 'event', 'events')} cannot be read{why}")
     if missing.misfits:
-        notes.append(f"{_many(missing.misfits, 'block', 'blocks')} malformed")
+        why = "" if rank is None else f": {rank.misfit}"
+        notes.append(f"{_many(missing.misfits, 'block', 'blocks')} malformed{why}")
     if worker.malformed:
         notes.append(f"{_many(worker.malformed, 'message', 'messages')} not understood")
     if worker.beyond:
-        notes.append(f"only {_MOST_RANKS} ranks are looked at")
+        many = _many(worker.beyond, "batch", "batches")
+        notes.append(f"only {_MOST_RANKS} ranks are looked at: {many} of others left out")
     if rank is not None and not rank.stores:
         notes.append(f"none of {_many(worker.came, 'batch', 'batches')} has stored a block")
     if rank is not None and rank.remote:
@@ -292,7 +381,59 @@ def _notes(worker: Worker, rank: Rank | None) -> list[str]:
     if rank is not None and rank.other_groups:
         many = _many(rank.other_groups, "block", "blocks")
         notes.append(f"{many} of other KV cache groups left out")
+    if source.is_behind:
+        notes.append(f"{_slow(source)}: what is missing may be our own loss")
     return notes
+
+
+def _of_connection(worker: Worker) -> list[str]:
+    source, notes = worker.source, list[str]()
+    if not source.connected:
+        notes.append("the connection is lost: this is as of then")
+    if worker.replay_is_silent:
+        notes.append(waiting(worker))
+    elif source.connected and not worker.in_step:
+        notes.append("its replay is not over")
+    if worker.is_astray:
+        follower = source.follower
+        last = (follower.next_seq or 0) - 1
+        notes.append(
+            f"the replay endpoint answers up to seq {last}, and what comes live is at"
+            f" {last - follower.ahead}: the answers seem to be another publisher's"
+        )
+    return notes
+
+
+def waiting(worker: Worker) -> str:
+    """What waits for the replay that is under way."""
+    source = worker.source
+    endpoint = source.address.replay_endpoint if isinstance(source, Live) else None
+    silent = f"the replay endpoint {endpoint} does not answer"
+    if not worker.held:
+        return silent
+    have = (
+        "1 batch has come and waits"
+        if worker.held == 1
+        else f"{worker.held} batches have come and wait"
+    )
+    return f"{have}: {silent}"
+
+
+def _ours(missing: Missing) -> str:
+    if not missing.ours:
+        return ""
+    which = "" if missing.ours == missing.lost else f"{missing.ours} of them "
+    return f", {which}perhaps by us alone: it was read too slowly then"
+
+
+def _slow(source: Source) -> str:
+    if isinstance(source, Capture):
+        return "it was recorded too slowly"
+    return "we read more slowly than it publishes, or stood still"
+
+
+def _short(reason: str) -> str:
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}…"
 
 
 def _joined(worker: Worker) -> str:

@@ -18,6 +18,7 @@ __all__ = ["Held", "HeldBlock", "Scored", "called", "media_of", "score"]
 _MEDIA = tuple(StorageMedium)
 _MOST_NAMESPACES = 1000
 """Of a prompt's first block; it is walked in each."""
+_MOST_REASONS = 2
 
 
 class HeldBlock(NamedTuple):
@@ -83,9 +84,16 @@ class Held(BlockIndex):
             around.untold += not block.tokens
             if block.parent is not None:
                 around.beheaded += block.parent not in self._blocks
-            elif not block.tokens or len(first) < step:
                 continue
-            elif block.tokens == first:
+            if not block.tokens:
+                continue
+            around.roots += 1
+            if block.namespace == namespace:
+                around.roots_here += 1
+                around.alike = _common(block.tokens, first, around.alike)
+            else:
+                around.others.add(block.namespace)
+            if block.tokens == first:
                 if block.namespace != namespace:
                     around.namespaces.add(block.namespace)
                 elif block.extra_keys and has_own_keys(block.extra_keys, namespace.lora_name):
@@ -96,10 +104,26 @@ class Held(BlockIndex):
         return around
 
 
+def _common(one: bytes, other: bytes, least: int) -> int:
+    """How many tokens both begin with; `least` where it is no more."""
+    count = least
+    if one[: count * TOKEN_BYTES] != other[: count * TOKEN_BYTES]:
+        return least
+    longest = min(len(one), len(other))
+    while (end := (count + 1) * TOKEN_BYTES) <= longest:
+        if one[end - TOKEN_BYTES : end] != other[end - TOKEN_BYTES : end]:
+            break
+        count += 1
+    return count
+
+
 @dataclass(slots=True)
 class Around:
     """Blocks. `untold`: of which no tokens were told. `beheaded`: whose parent is not held. `keyed`: that
     begin the prompt, with extra keys that tokens do not say. `namespaces`: others that begin it.
+    `roots`: first ones of a prompt that were told with tokens, `roots_here`: those of its namespace;
+    `others`: namespaces of the rest.
+    `alike`: how many tokens one of `roots_here` and the prompt begin with.
     `one_more`, `one_less`: a beginning is held with one token before the prompt's, or without its first.
     """
 
@@ -107,6 +131,10 @@ class Around:
     beheaded: int = 0
     keyed: int = 0
     namespaces: set[Namespace] = field(default_factory=set)
+    roots: int = 0
+    roots_here: int = 0
+    others: set[Namespace] = field(default_factory=set)
+    alike: int = 0
     one_more: bool = False
     one_less: bool = False
 
@@ -154,17 +182,21 @@ def _score(worker: str, rank: int, index: Held, packed: bytes, namespace: Namesp
     if size is None:
         reasons = ["holds no block"]
     elif not whole:
-        reasons = [f"the prompt is shorter than a block of {size} tokens: nothing can be found"]
+        has = "1 token" if total == 1 else f"{total} tokens"
+        reasons = [f"the prompt has {has}, less than a block of {size}: nothing can be found"]
     else:
         around = index.look_around(packed, namespace)
         chosen = sorted(around.namespaces, key=repr)[:_MOST_NAMESPACES]
         found = [(other, index.overlap(packed, other).any_medium) for other in chosen]
         elsewhere = sorted((one for one in found if one[1]), key=lambda one: -one[1])
-        reasons = list(_reasons(index, overlap, whole, around, elsewhere, namespace))
+        if overlap.any_medium:
+            reasons = list(_why_no_more(index, overlap, whole, around, elsewhere, namespace))
+        else:
+            reasons = list(_why_nothing(index, whole, around, elsewhere, namespace))[:_MOST_REASONS]
     return Scored(worker, rank, size, whole, overlap, elsewhere, reasons)
 
 
-def _reasons(
+def _why_no_more(
     index: Held,
     overlap: Overlap,
     whole: int,
@@ -172,26 +204,69 @@ def _reasons(
     elsewhere: list[tuple[Namespace, int]],
     namespace: Namespace,
 ) -> Iterator[str]:
+    """Its first block is held, and not all."""
     held = overlap.any_medium
-    if held:
-        assert index.block_size is not None
-        yield f"the chain breaks at block {held}, token {held * index.block_size}"
-    if around.untold:
-        all_of = "all" if around.untold == len(index) else f"{around.untold} of {len(index)}"
-        yield f"token ids are left out of {all_of} blocks: these cannot be found by tokens"
-    for other, blocks in elsewhere[:3]:
-        here = "the base" if namespace == Namespace() else called(namespace)
-        yield f"{blocks} of {whole} blocks are held under {called(other)}, not under {here}"
-    if held:
-        return
+    assert index.block_size is not None, "a block is held"
+    yield f"the chain breaks at block {held}, token {held * index.block_size}"
+    yield from _untold(index, around)
+    yield from _held_elsewhere(whole, elsewhere, namespace)
+
+
+def _why_nothing(
+    index: Held,
+    whole: int,
+    around: Around,
+    elsewhere: list[tuple[Namespace, int]],
+    namespace: Namespace,
+) -> Iterator[str]:
+    """Its first block is not held; the likeliest cause first."""
+    yield from _held_elsewhere(whole, elsewhere, namespace)
     if around.keyed:
         yield "its first block is held with extra keys (of an image, say), which tokens do not tell"
+    yield from _untold(index, around)
     if around.one_more:
         yield "a prompt is held that begins alike, with one token more before it (BOS?)"
     if around.one_less:
         yield "a prompt is held that begins alike, without the first token (BOS?)"
+    begins = around.one_more or around.one_less or around.keyed or elsewhere
+    if around.roots and not begins:
+        yield _unlike(index, around, namespace)
     if around.beheaded:
-        yield f"blocks are held whose beginning is not: chains of that kind: {around.beheaded}"
+        what = "blocks are held" if around.roots or around.untold else "only blocks are held"
+        yield f"{what} whose beginning is not: chains of that kind: {around.beheaded}"
+
+
+def _untold(index: Held, around: Around) -> Iterator[str]:
+    if around.untold:
+        all_of = "all" if around.untold == len(index) else f"{around.untold} of {len(index)}"
+        yield f"token ids are left out of {all_of} blocks: these cannot be found by tokens"
+
+
+def _held_elsewhere(
+    whole: int, elsewhere: list[tuple[Namespace, int]], namespace: Namespace
+) -> Iterator[str]:
+    for other, blocks in elsewhere[:3]:
+        yield f"{blocks} of {whole} blocks are held under {called(other)}, not under {_here(namespace)}"
+
+
+def _unlike(index: Held, around: Around, namespace: Namespace) -> str:
+    """Prompts are held, but none that begins so."""
+    roots, here = around.roots, around.roots_here
+    if not here:
+        which = (
+            "the 1 first block that is held is" if roots == 1 else f"all {roots} first blocks are"
+        )
+        names = sorted(map(called, around.others))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{which} under {', '.join(names[:3])}{more}, none under {_here(namespace)}"
+    of = "1 first block" if here == 1 else f"{here} first blocks"
+    size = index.block_size
+    begin = "has other tokens" if here == 1 else "have other tokens"
+    return f"the {of} held under {_here(namespace)} {begin}: at best {around.alike} of {size} are alike"
+
+
+def _here(namespace: Namespace) -> str:
+    return "the base" if namespace == Namespace() else called(namespace)
 
 
 def called(namespace: Namespace) -> str:

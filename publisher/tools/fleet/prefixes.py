@@ -15,12 +15,13 @@ __all__ = ["Prefix", "Prefixes"]
 _MOST_GONE = 100_000
 """Blocks that were dropped, remembered to tell when they come back."""
 _MOST_BLOCKS = 1_000_000
-"""Of all workers together; what is stored beyond is not looked at."""
+"""Of all workers together, and of prefixes; what is stored beyond is not looked at."""
 _LONGEST_WALK = 100_000
 
 
 class Prefix(NamedTuple):
     """From a prompt's first block, `root`, to the last one before it branches, `tip`; `blocks` of them.
+    Where what came before a block was not known when it came, it counts as a first one.
 
     `beneath`: blocks that are held by any, with those of the chain. `held_by`: who holds the tip, by
     number. `stores`, `again`: blocks that came to a worker in the window, and those of them that it had
@@ -118,6 +119,9 @@ class Prefixes:
 
     def _count(self, root: BlockHash, *, again: bool) -> None:
         assert self.second is not None
+        if root not in self._totals and len(self._totals) >= _MOST_BLOCKS:
+            self.left_out += 1
+            return
         second = 0 if self._window_s is None else self.second
         if not self._seconds or self._seconds[-1][0] < second:
             self._seconds.append((second, {}))
@@ -144,14 +148,15 @@ class Prefixes:
     # --------------------------------------------------------------------------------- queries
 
     def hottest(self, count: int) -> list[Prefix]:
-        """Those that were stored most, then those with most beneath; only such as are held."""
-        pool = self._totals if len(self._totals) >= count else self._beneath
-        most = heapq.nlargest(count, pool, key=self._heat)
-        return [self._prefix(root) for root in most if root in self._nodes]
+        """Those that were stored most, then those with most beneath; only such as are held, from the
+        first block on, and were stored in the window.
+        """
+        held = (root for root in self._totals if root in self._nodes and root in self._beneath)
+        most = heapq.nlargest(count, held, key=self._heat)
+        return [self._prefix(root) for root in most]
 
-    def _heat(self, root: BlockHash) -> tuple[bool, int, int, BlockHash]:
-        stores = self._totals.get(root, (0, 0))[0]
-        return root in self._nodes, stores, self._beneath.get(root, 0), root
+    def _heat(self, root: BlockHash) -> tuple[int, int, BlockHash]:
+        return self._totals[root][0], self._beneath[root], root
 
     def _prefix(self, root: BlockHash) -> Prefix:
         tip, length = root, 1
@@ -160,7 +165,7 @@ class Prefixes:
             if following is None or following == root:
                 break
             tip, length = following, length + 1
-        stores, again = self._totals.get(root, (0, 0))
+        stores, again = self._totals[root]
         holders = list(_bits(self._nodes[tip].held))
         return Prefix(root, tip, length, self._beneath[root], holders, stores, again)
 

@@ -17,6 +17,7 @@ __all__ = ["parse_tokens", "read_tokens"]
 _MOST_BYTES = 256 << 20
 _KEYS = ("input_ids", "token_ids", "prompt_token_ids", "prompt", "tokens")
 _SEPARATORS = re.compile(r"[\s,;]+")
+_NUMBER = re.compile(r"-?[0-9]{1,19}")
 
 
 def read_tokens(key: str, name: str) -> list[int]:
@@ -26,14 +27,19 @@ def read_tokens(key: str, name: str) -> list[int]:
             text = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{key}: {name}: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise ValueError(f"{key}: {shown(name)}: {error}") from None
     if len(text) > _MOST_BYTES:
         raise ValueError(f"{key}: {name}: above {_MOST_BYTES >> 20} MiB")
+    if not text.strip():
+        what = "standard input is empty, or closed" if name == "-" else f"{name}: it is empty"
+        raise ValueError(f"{key}: {what}")
     return parse_tokens(key, text.decode("utf-8", "replace"))
 
 
 def parse_tokens(key: str, text: str) -> list[int]:
     """A JSON list, numbers with commas or blanks between, or a JSON object, or the first of several
-    lines, that has them as `input_ids`, `token_ids` or `prompt_token_ids`. Raises ValueError.
+    lines, that has them under one of `_KEYS`. Raises ValueError.
     """
     text = text.strip().removeprefix("\ufeff")
     if text.startswith("{"):
@@ -45,7 +51,7 @@ def parse_tokens(key: str, text: str) -> list[int]:
 
 
 def _number(key: str, at: int, word: str) -> int:
-    if not (word.isascii() and word.lstrip("-").isdecimal()) or len(word) > 20:
+    if not _NUMBER.fullmatch(word):
         raise ValueError(f"{key}: token {at}: {shown(word)} is not an int")
     return int(word)
 
@@ -69,7 +75,7 @@ def _of_object(key: str, text: str) -> object:
     for name in _KEYS:
         if isinstance(found.get(name), list):
             return _unnested(key, found[name])
-    raise ValueError(f"{key}: the object has none of {', '.join(_KEYS[:3])}")
+    raise ValueError(f"{key}: the object has none of {', '.join(_KEYS)}, as a list")
 
 
 def _unnested(key: str, found: object) -> object:
@@ -87,7 +93,7 @@ def _checked(key: str, tokens: object) -> list[int]:
         if type(token) is not int:
             raise ValueError(f"{key}: token {at}: {shown(token)} is not an int")
         if not 0 <= token <= MAX_TOKEN:
-            raise ValueError(f"{key}: token {at}: {token} is not in 0..{MAX_TOKEN}")
+            raise ValueError(f"{key}: token {at}: {shown(token)} is not in 0..{MAX_TOKEN}")
     if not tokens:
         raise ValueError(f"{key}: there is no token")
     return list(tokens)

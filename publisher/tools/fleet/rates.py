@@ -7,7 +7,7 @@ from collections import deque
 
 __all__ = ["Lags", "Rates"]
 
-_MOST_LAGS = 2048
+_MOST_LAGS = 512
 
 
 class Rates:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from kvevents.events import StorageMedium
 from kvevents.namespace import Namespace
 from kvevents.tokens import TokenBytes, TokenIds
 from publisher.tools.columns import Cell, Column, Line, lay_out
-from publisher.tools.fleet.fleet import Fleet, Rank, Worker
+from publisher.tools.fleet.fleet import Fleet, Rank, Worker, waiting
 from publisher.tools.fleet.held import HeldBlock, Scored, called, media_of, score
 from publisher.tools.source import Sources
 from publisher.tools.text import printable
@@ -65,6 +65,11 @@ class State:
         return any(worker.came for worker in self.fleet.workers.values())
 
     @property
+    def waits(self) -> bool:
+        """Whether batches have come that wait for a replay."""
+        return any(worker.held for worker in self.fleet.workers.values())
+
+    @property
     def whole(self) -> bool:
         """Whether nothing is missing of any worker."""
         return all(worker.is_whole(rank) for worker, rank in self.rows)
@@ -79,7 +84,12 @@ class State:
     def scored(self, prompt: Prompt) -> list[Scored]:
         """Best first."""
         ranks = [(rank.worker, rank.number, rank.index) for rank in self.fleet.ranks]
-        return score(ranks, prompt.tokens, prompt.namespace)
+        scored = score(ranks, prompt.tokens, prompt.namespace)
+        before = {worker.name for worker in self.fleet.workers.values() if worker.missing.before}
+        for one in scored:
+            if one.worker in before and one.whole and not one.overlap.any_medium:
+                one.reasons[1:] = ["what was stored before we joined is unknown: it may be held"]
+        return scored
 
     def blocks(self, prompt: Prompt | None) -> Iterator[tuple[Rank, HeldBlock]]:
         """All, or those of the prompt's overlap."""
@@ -188,11 +198,12 @@ class State:
         }
 
 
-def gather(sources: Sources, *, quiet_s: float, for_s: float) -> State:
+def gather(sources: Sources, *, quiet_s: float, for_s: float, warn: Callable[[str], None]) -> State:
     """Captures to their end; what is live until each is in step and has changed nothing for `quiet_s`, or
-    for `for_s`, or Ctrl-C. Raises ValueError for a capture that is none.
+    for `for_s`, or Ctrl-C. `warn`: is told once of each worker what keeps it waiting. Raises ValueError
+    for a capture that is none.
     """
-    fleet = Fleet(sources.all)
+    fleet, warned = Fleet(sources.all), set[int]()
     begun = time.monotonic()
     changed_at = {id(source): begun for source in sources.live}
     try:
@@ -203,7 +214,12 @@ def gather(sources: Sources, *, quiet_s: float, for_s: float) -> State:
                 was_in_step = fleet.of(source).in_step
                 if fleet.take(source, step) or not was_in_step:
                     changed_at[id(source)] = now
-            elif not _busy(fleet, sources, changed_at, now - quiet_s):
+                continue
+            for worker in fleet.workers.values():
+                if worker.replay_is_silent and id(worker) not in warned:
+                    warned.add(id(worker))
+                    warn(f"{worker.name}: {waiting(worker)}")
+            if not _busy(fleet, sources, changed_at, now - quiet_s):
                 break
     except KeyboardInterrupt:
         pass
@@ -211,12 +227,13 @@ def gather(sources: Sources, *, quiet_s: float, for_s: float) -> State:
 
 
 def _busy(fleet: Fleet, sources: Sources, changed_at: dict[int, float], since: float) -> set[int]:
-    """Those live sources that are not in step, or have changed since then."""
+    """Those live sources that are not in step, have changed since then, or are behind their replays."""
     return {
         id(source)
         for source in sources.live
         if not fleet.of(source).in_step
         or not fleet.of(source).told_all
+        or source.follower.ahead
         or changed_at[id(source)] > since
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvevents.check import Checker
+from kvevents.check import Checker, Finding
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from kvevents.follower import Malformed, Step, Told
 from kvevents.gaps import Gap, Lost, Restarted
@@ -34,7 +34,8 @@ _NS = 1_000_000_000
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of a worker. `link`: "up", "down", or "file". `blocks`: by medium; `held`: on any. Lags:
     arrival minus time stamp of batches that came live. What is of a whole stream (`gaps` and those after)
-    is None but in its first rank's row. `findings`: what `kvevents check` would report, without notes.
+    is None but in its first rank's row. `lost_perhaps_ours`: those of `lost` that may be missing here
+    alone. `findings`: what `kvevents check` would report, without notes, and without such losses.
     """
 
     worker: str
@@ -51,6 +52,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     seq: int | None
     gaps: int | None
     lost: int | None
+    lost_perhaps_ours: int | None
     replays: int | None
     restarts: int | None
     findings: int | None
@@ -111,7 +113,10 @@ class _Stream:
 
     def __init__(self) -> None:
         self.checker = Checker()
-        self.gaps = self.replays = self.restarts = self.findings = self.lost = 0
+        self.gaps = self.replays = self.restarts = self.findings = self.lost = self.ours = 0
+        self.first_s: float | None = None
+        self.last_s = 0.0
+        """When its first and its last message came."""
 
 
 class _Pace:
@@ -138,11 +143,18 @@ class Board:
         """Whether anything did."""
         return any(worker.came for worker in self.fleet.workers.values())
 
+    @property
+    def waits(self) -> bool:
+        """Whether batches have come that wait for a replay."""
+        return any(worker.held for worker in self.fleet.workers.values())
+
     def take(self, source: Source, step: Step) -> None:
         """A message and what it brought."""
         worker, stream = self.fleet.begin(source, step), self._streams[id(source)]
+        stream.last_s = step.message.at_ns / _NS
+        stream.first_s = stream.last_s if stream.first_s is None else stream.first_s
         stream.replays += step.message.channel == Channel.ASKED
-        self._judge(stream, stream.checker.message(step.message))
+        self._judge(worker, stream, stream.checker.message(step.message))
         for arrival in step.arrivals:
             if isinstance(arrival, Told):
                 self._told(worker, stream, arrival)
@@ -154,18 +166,16 @@ class Board:
                     stream.restarts += 1
                 case Lost(first, count):
                     stream.lost += count if first else 0
+                    stream.ours += count if first and worker.is_ours(first) else 0
                 case Malformed():
                     pass
-            self._judge(stream, stream.checker.other(arrival))
             self.fleet.other(worker, arrival)
-        if isinstance(source, Capture):
-            for number in worker.ranks:
-                self._pace(worker, number).rates.look(step.message.at_ns / _NS)
+            self._judge(worker, stream, stream.checker.other(arrival))
 
     def _told(self, worker: Worker, stream: _Stream, told: Told) -> None:
         self._prefixes.second = None if told.replayed else told.at_ns // _NS
         reading, applied = self.fleet.told(worker, told)
-        self._judge(stream, stream.checker.read(reading))
+        self._judge(worker, stream, stream.checker.read(reading))
         if told.replayed or reading.batch is None or reading.rank not in worker.ranks:
             return
         pace, at = self._pace(worker, reading.rank), told.at_ns / _NS
@@ -181,16 +191,20 @@ class Board:
                     pass
         pace.rates.add(at, (len(reading.events), stored, removed))
 
-    def _judge(self, stream: _Stream, found: Sequence[object]) -> None:
-        stream.findings += sum(getattr(one, "severity", "") == "violation" for one in found)
+    def _judge(self, worker: Worker, stream: _Stream, found: Sequence[Finding]) -> None:
+        for one in found:
+            ours = one.rule == "lost" and worker.is_ours(one.place.seq)
+            stream.findings += one.severity == "violation" and not ours
 
     def _pace(self, worker: Worker, number: int) -> _Pace:
         key = id(worker.source), number
         found = self._paces.get(key)
         if found is None:
             found = self._paces[key] = _Pace(self._window_s)
-            if not isinstance(worker.source, Capture):
-                found.rates.look(self._begun_s)
+            begun_s = self._begun_s
+            if isinstance(worker.source, Capture):
+                begun_s = self._streams[id(worker.source)].first_s or 0.0
+            found.rates.look(begun_s)
         return found
 
     def _new_index(self, _worker: str, _rank: int) -> Held:
@@ -223,7 +237,7 @@ class Board:
         index = Held() if rank is None else rank.index
         is_file = isinstance(worker.source, Capture)
         pace = _Pace(None) if number is None else self._pace(worker, number)
-        rates = pace.rates.per_second(None if is_file else now)
+        rates = pace.rates.per_second(stream.last_s if is_file else now)
         events, stored, removed = (round(rate, 3) for rate in rates)
         lags = pace.lags.quantiles(0.5, 0.99)
         p50, p99 = (None if lag is None else round(lag, 6) for lag in lags)
@@ -242,11 +256,23 @@ class Board:
             seq=worker.seq,
             gaps=stream.gaps if first else None,
             lost=stream.lost if first else None,
+            lost_perhaps_ours=stream.ours if first else None,
             replays=stream.replays if first else None,
             restarts=stream.restarts if first else None,
             findings=stream.findings if first else None,
-            notes=[printable(note) for note in worker.notes(rank)],
+            notes=[printable(note) for note in self._notes(worker, rank, first=first)],
         )
+
+    def _notes(self, worker: Worker, rank: Rank | None, *, first: bool) -> list[str]:
+        """What is of the whole stream is said once."""
+        notes = worker.notes(rank)
+        if not first:
+            of_all = set(worker.notes(None))
+            return [note for note in notes if note not in of_all]
+        if worker.own_gaps:
+            gaps = "1 gap is" if worker.own_gaps == 1 else f"{worker.own_gaps} gaps are"
+            notes.append(f"{gaps} perhaps our own: it was read too slowly then")
+        return notes
 
     def _hot(self, prefix: Prefix) -> Hot:
         sizes = [self._watched[number].block_size for number in prefix.held_by]
@@ -284,7 +310,7 @@ _COLUMNS = (
     ("restarts", 8),
     ("findings", 8),
 )
-_SPARE = ("DISK", "EXT")
+_SPARE = ("DISK", "EXT", "gaps", "lost", "replays", "restarts", "findings")
 _TIER_STYLES = ("green", "yellow", "blue", "magenta")
 _HOT_COLUMNS = ("prefix from", "to", "blocks", "tokens", "beneath", "held by", "stores", "again")
 _TALLEST_NOTES = 8
@@ -435,6 +461,6 @@ def _short(block_hash: str) -> str:
 def _lag(lag_s: float | None) -> str:
     if lag_s is None:
         return "-"
-    if abs(lag_s) < 1:
+    if abs(lag_s) < 0.99995:  # what is shown as 1.0s has a letter less than 1000.0ms
         return f"{lag_s * 1000:.1f}ms"
     return f"{lag_s:.1f}s" if abs(lag_s) < 10_000 else f"{lag_s:.1e}s"
