@@ -1,8 +1,6 @@
 """The sidecar that the serving process spawns, its worker's end, and the subscriber."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # nothing is imported at first: a Ctrl-C meanwhile would be a traceback
 if TYPE_CHECKING:
     from kvevents.gaps import Gap, Lost, Restarted
     from publisher.attendant import Respawn, SidecarState
@@ -36,6 +34,8 @@ else:
         """A public name, once it is asked for: a worker needs no pyzmq, and a command starts at once."""
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
         globals()[name] = value = getattr(import_module(_HOME[name]), name)
         return value
 

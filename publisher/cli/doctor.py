@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from publisher.checks import check_text, one_line
@@ -30,14 +31,14 @@ _LONGEST_S = 3600
 def add_options(parser: Parser) -> None:
     """Of `doctor`."""
     parser.description = (
-        "Says in plain words why nothing arrives from a publisher of KV events, and what to\n"
-        "change. Tell it what the router was told."
+        "Says in plain words why nothing arrives from a publisher of KV events, and what\n"
+        "to change. Tell it what the router was told."
     )
     parser.add_argument(
         "endpoint",
-        metavar="ENDPOINT",
+        metavar="SOURCE",
         help="the publisher's PUB endpoint, e.g. tcp://10.0.0.5:5557, or with its replay endpoint"
-        " tcp://10.0.0.5:5557,5558",
+        " tcp://10.0.0.5:5557,5558; a name before it (w1=) is left out",
     )
     parser.add_argument("--replay-endpoint", metavar="ENDPOINT", help="its replay endpoint")
     parser.add_argument("--topic", default="", help="the filter that the router subscribes with")
@@ -58,11 +59,11 @@ def add_options(parser: Parser) -> None:
         help="how long to wait for a message; 12 by default, more than two of a sidecar's heartbeats",
     )
     parser.add_argument(
-        "--no-bind",
+        "--bind",
         dest="may_bind",
-        action="store_false",
-        help="where nobody listens, do not listen for a second to see whether a publisher connects;"
-        " one that starts in that second finds its port taken",
+        action="store_true",
+        help="where nobody listens, listen for a second to see whether a publisher connects; one that"
+        " binds and starts in that second finds its port taken",
     )
     parser.add_argument(
         "-o", "--output", choices=("text", "json"), default="text", help="json: a list of findings"
@@ -71,15 +72,16 @@ def add_options(parser: Parser) -> None:
     add_keys(parser)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"""\
-It subscribes to everything for a moment and asks for one replay, reads some thousands of
-messages at most, and stops when it knows. A sink that tells_joiners tells its state anew
-for it; one with CURVE counts its greeting as a handshake that failed.
+It subscribes to everything for a moment and asks for one replay, reads some
+thousands of messages at most, and stops when it knows. Its last line is the
+likeliest cause, and what to change. A sink that tells_joiners tells its state
+anew for it; one with CURVE counts its greeting as a handshake that failed.
 
 examples:
   kvevents doctor tcp://10.0.0.5:5557
   kvevents doctor tcp://10.0.0.5:5557,5558 --as vllm-router --block-size 16
   kvevents doctor tcp://10.0.0.5:5557 --topic kv@ --http http://10.0.0.5:9400
-  kvevents doctor tcp://10.0.0.5:5557 --server-key worker.key --client-key router.key_secret
+  kvevents doctor tcp://h:5557 --server-key w.key --client-key r.key_secret
 
 exit codes: 0 nothing wrong was found, {FINDINGS} something is wrong, 2 usage,
 {NO_CONNECTION} nobody is there."""
@@ -89,13 +91,13 @@ exit codes: 0 nothing wrong was found, {FINDINGS} something is wrong, 2 usage,
 def _consumer_names() -> str:
     from kvevents.lint import CONSUMERS
 
-    return f"names for --as: {', '.join(CONSUMERS)}"
+    return textwrap.fill(f"names for --as: {', '.join(CONSUMERS)}", 80, break_on_hyphens=False)
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
     from publisher.tools.colour import painter, wants_colour
-    from publisher.tools.doctor import conclusion, examine, exit_code, lines
+    from publisher.tools.doctor import conclusion, examine, exit_code, last_lines, lines
 
     case = _case(options)
     as_json = options.output == "json"
@@ -113,13 +115,13 @@ def run(options: argparse.Namespace) -> int:
         if not as_json:
             print("\n".join(lines(finding, paint, width)), flush=True)
     if as_json:
-        _print_json(findings, last)
+        _print_json([*findings, last])
     else:
-        print(paint(one_line(last), "bold"), flush=True)
+        print("\n".join(paint(line, "bold") for line in last_lines(last, width)), flush=True)
     return exit_code(findings)
 
 
-def _print_json(findings: list[Finding], last: str) -> None:
+def _print_json(findings: list[Finding]) -> None:
     import msgspec
 
     told: list[dict[str, Any]] = [
@@ -127,14 +129,10 @@ def _print_json(findings: list[Finding], last: str) -> None:
             "probe": one.probe,
             "verdict": one.verdict,
             "text": one_line(one.text),
-            "advice": one.advice,
+            "advice": one_line(one.advice),
         }
         for one in findings
     ]
-    wrong = any(one.verdict == "wrong" for one in findings)
-    told.append(
-        {"probe": "conclusion", "verdict": "wrong" if wrong else "ok", "text": last, "advice": ""}
-    )
     print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode(), flush=True)
 
 
@@ -145,7 +143,7 @@ def _case(options: argparse.Namespace) -> Case:
     from publisher.tools.doctor.asking import read_url
     from publisher.tools.lint import read_consumers
 
-    check_text("ENDPOINT", options.endpoint)
+    check_text("SOURCE", options.endpoint)
     check_text("--topic", options.topic)
     check_count("--block-size", options.block_size)
     if not 0 < options.timeout <= _LONGEST_S:
@@ -173,11 +171,13 @@ def _addresses(text: str, replay_endpoint: str | None) -> tuple[str, str | None]
     """What is no address is a finding, not a mistake in the command; a file is the latter."""
     from pathlib import Path
 
-    from publisher.tools.source import Address, parse_sources
+    from publisher.tools.source import Address, meant, parse_sources
 
+    if meant(text) not in (None, text):
+        return text, replay_endpoint
     if "://" not in text:
         if Path(text).exists():
-            raise ValueError(f"ENDPOINT: {text} is a file; kvevents check and lint read captures")
+            raise ValueError(f"SOURCE: {text} is a file; kvevents check and lint read captures")
         return text, replay_endpoint
     (found,) = parse_sources([text], replay_endpoint)
     assert isinstance(found, Address)

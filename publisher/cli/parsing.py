@@ -53,6 +53,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {one_line(message)}\n")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Where --OPTION=-- is given, argparse takes the value for the end of the options, and fails."""
+        if action.option_strings and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "'--' cannot be its value")
+        return super()._get_values(action, arg_strings)
+
 
 class Version(argparse.Action):
     """Says the version; it is looked up only when it is asked for."""

@@ -36,8 +36,9 @@ _TRACE_FORMAT = """\
 A trace is JSON objects, one a line, plain or compressed with gzip:
   input_length   tokens of the prompt
   output_length  tokens of the reply
-  hash_ids       one integer for each 512 tokens of the prompt, begun ones included;
-                 prompts share a prefix as far as their hash_ids are equal
+  hash_ids       one integer for each 512 tokens of the prompt, begun ones
+                 included; prompts share a prefix as far as their hash_ids are
+                 equal
 Other keys are ignored. A line has at most 16 MiB.
 """
 
@@ -110,7 +111,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--write-policy",
         choices=WRITE_POLICIES,
         default=WRITE_POLICIES[0],
-        help="when pages are copied to the tiers below; default %(default)s",
+        metavar="POLICY",
+        help="when pages are copied to the tiers below: %(choices)s; default %(default)s",
     )
     parser.add_argument(
         "--page-size",

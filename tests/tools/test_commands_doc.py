@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from publisher.cli import COMMANDS, parser_of
+from publisher.cli.commands import COMMANDS, parser_of
 
 ROOT = Path(__file__).parent.parent.parent
 DOC = ROOT / "docs/commands.md"

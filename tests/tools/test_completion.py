@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from publisher_rig import kvevents
 
-from publisher.cli import COMMANDS
+from publisher.cli.commands import COMMANDS
 
 _TRY = """
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
@@ -55,11 +55,24 @@ def test_bash_completes_options_and_choices(script: Path, tmp_path: Path) -> Non
     assert complete(script, "kvevents", "completion", "", where=tmp_path) == {"bash", "zsh", "fish"}
 
 
+def test_bash_completes_lists(script: Path, tmp_path: Path) -> None:
+    """The first word of one, and those behind a comma."""
+    assert complete(script, "kvevents", "lint", "--as", "vl", where=tmp_path) == {
+        *("vllm", "vllm-router")
+    }
+    assert complete(script, "kvevents", "lint", "--as", "smg,kth", where=tmp_path) == {"smg,kthena"}
+    told = complete(script, "kvevents", "tail", "--medium", "GPU,CPU", where=tmp_path)
+    assert told == {"GPU,CPU_PINNED"}
+    assert complete(script, "kvevents", "record", "--from", "b", where=tmp_path) == {"beginning"}
+    told = complete(script, "kvevents", "check", "--allow", "hash,two", where=tmp_path)
+    assert told == {"hash,two-names"}
+
+
 def test_bash_completes_files(script: Path, tmp_path: Path) -> None:
     """Captures where a source is asked for, and outputs; folders where a folder is."""
-    (tmp_path / "life.kve").touch()
+    (tmp_path / "life.capture").touch()
     (tmp_path / "live").mkdir()
-    both = {"life.kve", "live"}
+    both = {"life.capture", "live"}
     assert complete(script, "kvevents", "plot", "li", where=tmp_path) == both
     assert complete(script, "kvevents", "lint", "li", where=tmp_path) == both
     assert complete(script, "kvevents", "record", "--write", "li", where=tmp_path) == both

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Event as Flag
 from threading import Thread
 from typing import Any
 
@@ -60,6 +61,11 @@ class Report:
     @property
     def conclusion(self) -> str:
         return self.findings[-1]["text"]
+
+    @property
+    def change(self) -> str:
+        """What the last line says to do."""
+        return self.findings[-1]["advice"]
 
     def text(self, probe: str, verdict: str) -> str:
         """All that a probe said with a verdict, advice included; it must have said something."""
@@ -140,6 +146,7 @@ def test_a_sidecar_that_works(tmp_path: Path) -> None:
         with examining(*ends_of(sidecar), "--http", http, "--block-size", "4") as under_way:
             report = under_way.report()
         assert (report.code, {one["verdict"] for one in report.findings}) == (0, {"ok"})
+        assert report.change == ""
         assert "XPUB" in report.text("handshake", "ok")
         assert "2 blocks stored" in report.text("replay", "ok")
         assert "heartbeat" in report.text("events", "ok")
@@ -161,7 +168,10 @@ def test_events_that_arrive_end_it() -> None:
         out, err = process.communicate(timeout=PATIENCE_S)
         assert (process.returncode, err) == (0, "")
         assert "ok  events     1 batch, 1 block stored, 1 clear in " in out
-        assert out.endswith("Events arrive: 1 batch was received, and nothing wrong was found.\n")
+        assert out.endswith(
+            "\nEvents arrive: 1 batch was received, and nothing wrong was found. What may matter: no"
+            " replay endpoint is given: who joins late knows nothing of what was stored before.\n"
+        )
 
 
 def test_an_interrupt_ends_it() -> None:
@@ -180,11 +190,13 @@ def test_an_interrupt_ends_it() -> None:
 def test_the_text_is_a_line_a_probe() -> None:
     """With the advice below what is wrong, and one line in the end; no colours in a pipe."""
     (port,) = free_ports(1)
-    done = kvevents("doctor", f"tcp://127.0.0.1:{port}", "--no-bind", *TIMEOUT)
+    done = kvevents("doctor", f"tcp://127.0.0.1:{port}", *TIMEOUT)
     first, advice, last = done.stdout.splitlines()
     assert first == f"!!  connect    nobody listens at 127.0.0.1:{port}"
     assert advice.startswith(" " * 15 + "→ is the publisher up")
-    assert last == f"Nothing arrives because nobody listens at 127.0.0.1:{port}."
+    cause = f"Nothing arrives because nobody listens at 127.0.0.1:{port}."
+    assert last == f"{cause} {advice.strip()}"
+    assert advice.endswith("look again with --bind: we listen there for a second")
     assert (done.returncode, done.stderr) == (3, "")
 
 
@@ -197,7 +209,10 @@ def test_the_text_is_a_line_a_probe() -> None:
         ("tcp://*:5557", "is where one listens", "tcp://HOST:5557"),
         ("tcp://0.0.0.0:5557", "is where one listens", "tcp://HOST:5557"),
         ("tcp://127.0.0.1:0", "has no port", "/state"),
-        ("127.0.0.1:5557", "has no scheme", "tcp://127.0.0.1:5557"),
+        ("127.0.0.1:5557", "has no scheme", "did you mean tcp://127.0.0.1:5557?"),
+        ("w=h:5557,5558", "has no scheme", "did you mean w=tcp://h:5557,5558?"),
+        ("h:5557,tcp://h:8", "has no scheme", "did you mean tcp://h:5557,tcp://h:8?"),
+        ("nonsense", "has no scheme", "say tcp://HOST:PORT"),
         ("tpc://127.0.0.1:5557", "neither tcp://HOST:PORT", "say tcp://127.0.0.1:5557"),
         ("http://127.0.0.1:5557", "neither tcp://HOST:PORT", "--http"),
         ("inproc://events", "neither tcp://HOST:PORT", "tcp:// or ipc://"),
@@ -235,7 +250,7 @@ def test_a_name_that_nobody_has() -> None:
         (("tcp://h:1", "--http", "http://h:x"), "--http: 'http://h:x' is not http://HOST:PORT"),
         (("tcp://h:1,2", "--replay-endpoint", "tcp://h:3"), "names one already"),
         (("tcp://h:1", "--server-key", "x"), "--server-key and --client-key: one is of no use"),
-        (("/etc/hostname",), "ENDPOINT: /etc/hostname is a file"),
+        (("/etc/hostname",), "SOURCE: /etc/hostname is a file"),
     ],
 )
 def test_what_cannot_be_asked(
@@ -298,7 +313,7 @@ def test_a_publisher_that_connects(of_ipc: bool, tmp_path: Path) -> None:
         (port,) = free_ports(1)
         endpoint = f"ipc://{folder}/s" if of_ipc else f"tcp://127.0.0.1:{port}"
         with sidecar_with(tmp_path, mode="connect", endpoint=endpoint, replay_endpoint=None):
-            report = doctor(endpoint)
+            report = doctor(endpoint, "--bind")
             assert "nobody listens" in report.text("connect", "wrong") or of_ipc
             assert 'mode = "bind"' in report.text("two-sided", "wrong")
             assert report.conclusion == (
@@ -306,7 +321,32 @@ def test_a_publisher_that_connects(of_ipc: bool, tmp_path: Path) -> None:
                 " not listen there."
             )
             assert report.code == 3
-            assert not report_has(doctor(endpoint, "--no-bind"), "two-sided")
+            assert report.change.startswith(f"let the router bind {endpoint}")
+            report = doctor(endpoint)
+            assert not report_has(report, "two-sided")
+            assert "--bind" in report.change
+
+
+def test_a_publisher_that_starts_meanwhile() -> None:
+    """A doctor that looks at a port again and again never takes it from the publisher that binds it."""
+    (port,) = free_ports(1)
+    endpoint, over = f"tcp://127.0.0.1:{port}", Flag()
+
+    def look() -> int:
+        looks = 0
+        while not over.is_set():
+            assert report_has(doctor(endpoint, "--timeout", "0.1"), "connect")
+            looks += 1
+        return looks
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        try:
+            for _ in range(2000):
+                socket.create_server(("127.0.0.1", port)).close()  # of zmq, it would close later
+        finally:
+            over.set()
+        assert looking.result(PATIENCE_S) > 0
 
 
 def report_has(report: Report, probe: str) -> bool:
@@ -319,7 +359,7 @@ def test_a_router_that_waits_there_too() -> None:
     with zmq.Context() as context, context.socket(zmq.SUB) as other:
         other.setsockopt(zmq.LINGER, 0)
         other.connect(f"tcp://127.0.0.1:{port}")
-        report = doctor(f"tcp://127.0.0.1:{port}")
+        report = doctor(f"tcp://127.0.0.1:{port}", "--bind")
         assert "no publisher" in report.text("two-sided", "unknown")
         assert report.code == 3
 
@@ -327,7 +367,7 @@ def test_a_router_that_waits_there_too() -> None:
 def test_nobody_at_all() -> None:
     """Where nobody listens and nobody connects, the first is all there is to say."""
     (port,) = free_ports(1)
-    report = doctor(f"tcp://127.0.0.1:{port}")
+    report = doctor(f"tcp://127.0.0.1:{port}", "--bind")
     assert [one["probe"] for one in report.findings] == ["connect", "conclusion"]
     assert report.code == 3
 
@@ -488,6 +528,7 @@ def test_keys_that_do_not_fit(
         assert advice in said
     assert report.code == 1
     assert text in report.conclusion
+    assert advice in report.change
 
 
 def test_swapped_endpoints_behind_keys(guarded: tuple[tuple[str, str, str], Path]) -> None:
@@ -520,6 +561,10 @@ def test_an_engine_that_says_nothing() -> None:
         assert "--disable-radix-cache" in said
         assert "no replay endpoint is given" in report.text("replay", "unknown")
         assert report.code == 1
+        assert report.conclusion.startswith(
+            "Nothing arrives because the publisher said nothing in "
+        )
+        assert "enable_kv_cache_events" in report.change
 
 
 def serve(publisher: RawPublisher, *answers: tuple[int, Event]) -> None:
@@ -542,6 +587,8 @@ def test_an_engine_that_has_never_said_anything() -> None:
             report = under_way.report()
         assert "it retains nothing" in report.text("replay", "ok")
         assert "no event in its replay" in report.text("events", "wrong")
+        assert report.conclusion.endswith("and there is no event in its replay.")
+        assert "enable_kv_cache_events" in report.change
         assert report.code == 1
 
 
@@ -616,6 +663,8 @@ def test_a_filter(topic: str, code: int) -> None:
         assert report.conclusion == (
             "Nothing arrives because messages come under topic 'kv-events', and the filter is 'kv@'."
         )
+        assert "set the router's filter to 'kv-events'" in report.change
+        assert "the publisher's topic to 'kv@' (\"topic\" in --kv-events-config" in report.change
     else:
         assert "'kv-events'" in report.text("topic", "ok")
 
@@ -651,10 +700,42 @@ def test_the_wrong_dialect() -> None:
     assert "events[0] is an array: it reads maps only" in said
     assert 'dialect = "vllm-router"' in said
     assert report.code == 1
-    assert report.conclusion.startswith("Events arrive: 1 batch was received, but ")
+    assert report.conclusion.startswith(
+        "Events arrive: 1 batch was received, but the router has no use for them: seq 0 vllm-router"
+    )
+    assert "events[0] is an array: it reads maps only" in report.conclusion
+    assert 'dialect = "vllm-router"' in report.change
     report = heard(live_frames(b"", 0, ARRAYS), "--as", "aibrix")
-    assert "aibrix" in report.text("fit", "ok")
+    assert report.text("fit", "ok").startswith("the form fits (frames, topic, fields, hashes): aib")
     assert report.code == 0
+
+
+@pytest.mark.parametrize(
+    ("router", "advice"),
+    [
+        ("llm-d", "set the publisher's topic to kv@IP:PORT@MODEL, for llm-d reads no other"),
+        ("vllm-router", "set the publisher's topic to '', for vllm-router reads no other"),
+        ("smg", "set the router's filter to 'kv-events'"),
+    ],
+)
+def test_a_filter_of_a_router(router: str, advice: str) -> None:
+    """What a router cannot be told is not advised; its topic comes before all that it causes."""
+    frames = live_frames(b"kv-events", 0, payload_of(STORED))
+    report = heard(frames, "--as", router, "--topic", "kv@", "--block-size", "16")
+    assert report.conclusion.startswith("Nothing arrives because messages come under topic 'kv-eve")
+    assert report.change.startswith(advice)
+
+
+def test_what_makes_all_useless_comes_before_a_replay() -> None:
+    """A router that shows no block for its dialect is not sent after the replay, which is wrong too."""
+    with RawPublisher() as publisher:
+        addresses = f"w1={publisher.endpoint},{publisher.replay_endpoint}", "--as", "vllm-router"
+        with examining(*addresses) as under_way:
+            publisher.await_subscriber()
+            publisher.pub.send_multipart(live_frames(b"", 0, ARRAYS))
+            report = under_way.report()
+    assert "does not answer" in report.text("replay", "wrong")
+    assert "it reads maps only" in report.conclusion
 
 
 def test_the_block_size() -> None:
@@ -663,6 +744,8 @@ def test_the_block_size() -> None:
     report = heard(frames, "--block-size", "16")
     assert "blocks have 4 tokens, and the router expects 16" in report.text("blocks", "wrong")
     assert report.code == 1
+    assert "the router has no use for them: blocks have 4 tokens" in report.conclusion
+    assert "vLLM --block-size" in report.change
     other = BlockStored([8], None, [1, 2], 2, medium=StorageMedium.GPU)
     report = heard(live_frames(b"", 0, payload_of(STORED, other)))
     assert "block sizes 2, 4 are in one stream" in report.text("blocks", "wrong")
@@ -692,6 +775,7 @@ def test_a_replay_that_is_not_answered() -> None:
             report = under_way.report()
         assert "does not answer" in report.text("replay", "wrong")
         assert "does not answer" in report.conclusion
+        assert "the replay_endpoint of this publisher" in report.change
         assert report.conclusion.startswith("Events arrive: ")
         assert report.code == 1
 
@@ -797,7 +881,7 @@ def test_a_sink_that_connects_to_the_router(tmp_path: Path) -> None:
     ):
         http = sidecar.client.http_endpoint
         assert http is not None
-        report = doctor(endpoint, "--no-bind", "--http", http)
+        report = doctor(endpoint, "--http", http)
         assert "the router has to bind it" in report.text("http", "wrong")
 
 
@@ -852,7 +936,7 @@ def test_an_engines_http(pages: dict[str, bytes], verdict: str, text: str) -> No
     served = {path: (200, body) for path, body in pages.items()}
     (port,) = free_ports(1)
     with engine(served) as http:
-        report = doctor(f"tcp://127.0.0.1:{port}", "--no-bind", "--http", http)
+        report = doctor(f"tcp://127.0.0.1:{port}", "--http", http)
         assert text in report.text("http", verdict)
         assert report.code == 3
 
@@ -860,8 +944,8 @@ def test_an_engines_http(pages: dict[str, bytes], verdict: str, text: str) -> No
 def test_an_http_address_of_nobody() -> None:
     """It is said, and nothing else suffers."""
     http, pub = free_ports(2)
-    arguments = f"tcp://127.0.0.1:{pub}", "--no-bind", "--http", f"http://127.0.0.1:{http}"
+    arguments = f"tcp://127.0.0.1:{pub}", "--http", f"http://127.0.0.1:{http}"
     assert "cannot be asked" in doctor(*arguments).text("http", "unknown")
     with Server(b"") as silent:
-        report = doctor(*BRIEFLY, *arguments[:3], silent.endpoint.replace("tcp", "http"))
+        report = doctor(*BRIEFLY, *arguments[:2], silent.endpoint.replace("tcp", "http"))
         assert "does not answer" in report.text("http", "unknown")

@@ -18,7 +18,14 @@ from publisher.endpoint import Endpoint
 from publisher.tools.colour import painter
 from publisher.tools.doctor.asking import Page, judge_ready, judge_state
 from publisher.tools.doctor.content import Content
-from publisher.tools.doctor.diagnosis import Arrivals, Finding, conclusion, exit_code, lines
+from publisher.tools.doctor.diagnosis import (
+    Arrivals,
+    Finding,
+    conclusion,
+    exit_code,
+    last_lines,
+    lines,
+)
 from publisher.tools.doctor.judging import (
     enough,
     judge_content,
@@ -29,11 +36,13 @@ from publisher.tools.doctor.judging import (
 )
 from publisher.tools.doctor.listening import Heard
 
-OK = Finding("a", "ok", "all is well")
-WRONG = Finding("b", "wrong", "it is red", "paint it")
-STOPS = Finding("c", "wrong", "it is cut", "mend it", stops=True)
-OFFLINE = Finding("d", "wrong", "nobody is there", stops=True, offline=True)
-IDLE = Finding("e", "unknown", "nothing happens", stops=True)
+OK = Finding("connect", "ok", "all is well")
+WRONG = Finding("replay", "wrong", "it is red", "paint it")
+STOPS = Finding("topic", "wrong", "it is cut", "mend it", stops=True)
+OFFLINE = Finding("connect", "wrong", "nobody is there", stops=True, offline=True)
+IDLE = Finding("events", "unknown", "nothing happens", "send it a prompt", stops=True)
+VOID = Finding("fit", "wrong", "it reads maps only", "send maps", voids=True)
+MAYBE = Finding("content", "unknown", "token_ids are left out", "tell them")
 STORED = BlockStored([7], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU)
 
 
@@ -55,16 +64,31 @@ STORED = BlockStored([7], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU)
         (
             [IDLE, OK],
             Arrivals(3, 1),
-            "Events arrive: 3 batches were received, and nothing wrong",
+            "nothing wrong was found. What may matter: nothing happens.",
             0,
         ),
+        ([MAYBE, OK], Arrivals(3, 1), "What may matter: token_ids are left out.", 0),
+        (
+            [WRONG, VOID],
+            Arrivals(1, 1),
+            "but the router has no use for them: it reads maps only (and 1 thing more is wrong).",
+            1,
+        ),
+        ([VOID, STOPS], Arrivals(1, 1), "Nothing arrives because it is cut.", 1),
+        ([IDLE, STOPS], Arrivals(1, 0), "Nothing arrives because it is cut.", 1),
     ],
 )
 def test_what_they_come_to(
     findings: list[Finding], arrivals: Arrivals, said: str, code: int
 ) -> None:
-    """The first that stops everything is the reason; else what arrives, and what is wrong with it."""
-    assert said in conclusion(findings, arrivals)
+    """What stops everything is the reason, then what makes it useless; else what arrives, and what is
+    wrong with it. What to change goes with it.
+    """
+    last = conclusion(findings, arrivals)
+    assert said in last.text
+    assert last.verdict == ("wrong" if code else "ok")
+    causes = {one.text: one.advice for one in findings if one.verdict != "ok"}
+    assert last.advice == next((causes[one] for one in causes if one in last.text), "")
     assert exit_code(findings) == code
 
 
@@ -78,7 +102,11 @@ def test_lines_for_80_columns() -> None:
     assert wrapped[1].startswith(" " * 15 + "word a")
     assert len(lines(finding, plain, None)) == 2
     assert not any("\x1b" in line for line in wrapped)
-    assert lines(OK, painter(colours=True), None) == ["\x1b[32mok\x1b[0m  a          all is well"]
+    last = conclusion([finding], Arrivals())
+    assert max(map(len, last_lines(last, 80))) <= 80
+    (line,) = last_lines(last, None)
+    assert " → do this do this" in line
+    assert lines(OK, painter(colours=True), None) == ["\x1b[32mok\x1b[0m  connect    all is well"]
 
 
 # ---------------------------------------------------------------------------------------- any bytes
@@ -129,7 +157,7 @@ def test_whatever_comes_is_judged(
     findings = [
         judge_replay("there", heard),
         liveness,
-        *judge_topic(heard, topic),
+        *judge_topic(heard, topic, CONSUMERS[name]),
         *judge_content(heard, 16),
         *judge_fit(heard, CONSUMERS[name]),
     ]

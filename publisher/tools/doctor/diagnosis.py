@@ -10,7 +10,7 @@ from typing import Literal
 from publisher.checks import one_line
 from publisher.tools.colour import Paint
 
-__all__ = ["Arrivals", "Finding", "Verdict", "conclusion", "exit_code", "lines"]
+__all__ = ["Arrivals", "Finding", "Verdict", "conclusion", "exit_code", "last_lines", "lines"]
 
 Verdict = Literal["ok", "wrong", "unknown"]
 
@@ -18,14 +18,19 @@ _SIGNS = {"ok": "ok", "wrong": "!!", "unknown": "??"}
 _COLOURS = {"ok": "green", "wrong": "bold red", "unknown": "yellow"}
 _PROBE_WIDTH = 11
 _ADVICE = "→ "
+_CAUSES = (
+    *("address", "two-sided", "connect", "handshake", "http", "topic", "events", "content"),
+    *("blocks", "fit", "replay"),
+)
+"""Probes, those first without which the others do not matter; a replay brings only what was before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What one probe came to. `text`: a clause that can stand behind "because". `advice`: what to change.
 
-    `stops`: alone it keeps everything from arriving at a router that is told what we were. `offline`:
-    nobody was there to speak with.
+    `stops`: alone it keeps everything from arriving at a router that is told what we were. `voids`: what
+    arrives is of no use to that router. `offline`: nobody was there to speak with.
     """
 
     probe: str
@@ -33,6 +38,7 @@ class Finding:
     text: str
     advice: str = ""
     stops: bool = False
+    voids: bool = False
     offline: bool = False
 
 
@@ -66,24 +72,41 @@ def _wrap(text: str, width: int | None) -> list[str]:
     return textwrap.wrap(text, max(30, width), break_on_hyphens=False) or [""]
 
 
-def conclusion(findings: Sequence[Finding], arrivals: Arrivals) -> str:
-    """One line."""
-    wrong = [one for one in findings if one.verdict == "wrong"]
+def conclusion(findings: Sequence[Finding], arrivals: Arrivals) -> Finding:
+    """What they come to: the likeliest cause, and what to change."""
+    found = sorted(findings, key=lambda one: _CAUSES.index(one.probe))
+    wrong = [one for one in found if one.verdict == "wrong"]
     stopping = [one for one in wrong if one.stops]
     if not arrivals.events:
-        stopping += [one for one in findings if one.stops]
+        stopping += [one for one in found if one.stops]
     if not arrivals.batches:
         stopping += wrong
     if stopping:
-        return f"Nothing arrives because {stopping[0].text}."
+        return _conclude(wrong, f"Nothing arrives because {stopping[0].text}.", stopping[0])
     came = "Events arrive" if arrivals.events else "The stream is alive"
-    told = f"{came}: {arrivals.batches} batches were received"
-    if arrivals.batches == 1:
-        told = f"{came}: 1 batch was received"
-    if not wrong:
-        return f"{told}, and nothing wrong was found."
-    more = f" (and {_more(len(wrong) - 1)})" if len(wrong) > 1 else ""
-    return f"{told}, but {wrong[0].text}{more}."
+    batches = "1 batch was" if arrivals.batches == 1 else f"{arrivals.batches} batches were"
+    told = f"{came}: {batches} received"
+    if wrong:
+        cause = next((one for one in wrong if one.voids), wrong[0])
+        use = "the router has no use for them: " if cause.voids else ""
+        more = f" (and {_more(len(wrong) - 1)})" if len(wrong) > 1 else ""
+        return _conclude(wrong, f"{told}, but {use}{cause.text}{more}.", cause)
+    told += ", and nothing wrong was found"
+    unsure = next((one for one in found if one.verdict == "unknown"), None)
+    if unsure is None:
+        return _conclude(wrong, f"{told}.")
+    return _conclude(wrong, f"{told}. What may matter: {unsure.text}.", unsure)
+
+
+def _conclude(wrong: list[Finding], text: str, cause: Finding | None = None) -> Finding:
+    advice = "" if cause is None else cause.advice
+    return Finding("conclusion", "wrong" if wrong else "ok", text, advice)
+
+
+def last_lines(last: Finding, width: int | None) -> list[str]:
+    """A conclusion, for people: one line where no width is given."""
+    advice = f" {_ADVICE}{last.advice}" if last.advice else ""
+    return _wrap(last.text + advice, width)
 
 
 def _more(count: int) -> str:

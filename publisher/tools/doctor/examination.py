@@ -29,12 +29,15 @@ __all__ = ["Case", "examine"]
 
 _GREET_S = 3.0
 _LISTEN_S = 1.0
-"""libzmq tries anew ten times as often. A publisher that starts meanwhile finds its port taken."""
+"""libzmq tries anew ten times as often."""
 _NEXT_DOOR_S = 0.5
 _PROBES: dict[Role, tuple[str, str]] = {
     "publisher": ("connect", "handshake"),
     "replay": ("replay", "replay"),
 }
+_BIND = (
+    "; if the publisher is one that connects, look again with --bind: we listen there for a second"
+)
 _NO_REPLAY = (
     "an engine has a replay socket only where its --kv-events-config names a replay_endpoint; "
 )
@@ -43,7 +46,7 @@ _NO_REPLAY = (
 @dataclass(frozen=True, slots=True)
 class Case:
     """What there is to look at, as a router would be told. `http`: host and port. `may_bind`: whether we
-    may listen where nobody does.
+    may listen where nobody does; a publisher that starts meanwhile finds its port taken.
     """
 
     endpoint: str
@@ -53,7 +56,7 @@ class Case:
     block_size: int | None = None
     http: tuple[str, int] | None = None
     timeout_s: float = 12.0
-    may_bind: bool = True
+    may_bind: bool = False
     keys: ClientKeys | None = None
 
 
@@ -141,8 +144,11 @@ def _judge_unreached(
         yield replace(found, stops=False, advice=_NO_REPLAY + found.advice)
         return
     other_side = None
-    if case.may_bind and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
-        other_side = two_sided(endpoint, listen_for(endpoint, min(_LISTEN_S, case.timeout_s)))
+    if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+        if case.may_bind:
+            other_side = two_sided(endpoint, listen_for(endpoint, min(_LISTEN_S, case.timeout_s)))
+        else:
+            found = replace(found, advice=found.advice + _BIND)
     yield replace(found, stops=other_side is None or not other_side.stops)
     if other_side is not None:
         yield other_side
@@ -200,7 +206,7 @@ def _listen(
 
 def _judge(case: Case, heard: Heard) -> Iterator[Finding]:
     yield judge_liveness(heard)
-    yield from judge_topic(heard, case.topic)
+    yield from judge_topic(heard, case.topic, case.consumer)
     yield from judge_content(heard, case.block_size)
     if case.consumer is not None and heard.live.messages:
         yield from judge_fit(heard, case.consumer)

@@ -27,6 +27,7 @@ _NO_PUMP = (
     "does the worker call sidecar.pump(cache) after each change, and does it serve prompts longer than a"
     " page? --http http://HOST:PORT (the sidecar's, in its log) looks at /state"
 )
+_TOPICS = '"topic" in --kv-events-config of vLLM and SGLang, --topic of kvevents serve'
 _OF_OTHERS = {"llm-d-sglang": "llm-d", "mooncake-vllm": "mooncake"}
 """Consumers that have no dialect of their own, and whose is nearest."""
 
@@ -56,7 +57,7 @@ def _matching(content: Content, topic: str) -> int:
     return sum(count for one, count in content.topics.items() if one.startswith(prefix))
 
 
-def judge_topic(heard: Heard, topic: str) -> Iterator[Finding]:
+def judge_topic(heard: Heard, topic: str, consumer: Consumer | None = None) -> Iterator[Finding]:
     """Whether what comes would pass the router's filter."""
     content = heard.live if heard.live.topics else heard.told
     if not content.topics:
@@ -70,8 +71,8 @@ def judge_topic(heard: Heard, topic: str) -> Iterator[Finding]:
     passing = _matching(content, topic)
     if not passing:
         text = f"messages come under topic {names}, and the filter is {shown(topic)}"
-        advice = "change the router's filter (an empty one takes all), or the publisher's topic"
-        yield Finding("topic", "wrong", text, advice, stops=True)
+        ((seen, _),) = content.topics.most_common(1)
+        yield Finding("topic", "wrong", text, _change_topic(seen, topic, consumer), stops=True)
         return
     total = sum(content.topics.values())
     if passing < total:
@@ -79,6 +80,24 @@ def judge_topic(heard: Heard, topic: str) -> Iterator[Finding]:
         yield Finding("topic", "unknown", text)
         return
     yield Finding("topic", "ok", f"the filter {shown(topic)} takes topic {names}")
+
+
+def _change_topic(seen: bytes, wanted: str, consumer: Consumer | None) -> str:
+    """At either end; at the publisher's alone where the router reads no other."""
+    if consumer is None or consumer.topic == "any":
+        return (
+            f"set the router's filter to {_topic(seen)} (an empty one takes all), or the publisher's"
+            f" topic to {shown(wanted)} ({_TOPICS})"
+        )
+    if isinstance(consumer.topic, tuple):
+        form = " or ".join(shown(one.decode()) for one in consumer.topic)
+        return (
+            f"set the publisher's topic to {form}, for {consumer.name} reads no other ({_TOPICS})"
+        )
+    return (
+        f"set the publisher's topic to kv@IP:PORT@MODEL, for {consumer.name} reads no other ({_TOPICS});"
+        f" {consumer.name}'s own filter is kvEventsConfig.topicFilter"
+    )
 
 
 def _topic(topic: bytes) -> str:
@@ -223,7 +242,7 @@ def _judge_sizes(content: Content, block_size: int | None) -> Iterator[Finding]:
             "set the router's block size to that, or the engine's (vLLM --block-size, SGLang"
             " --page-size): a router hashes prompts in blocks of its own size"
         )
-        yield Finding("blocks", "wrong", text, advice)
+        yield Finding("blocks", "wrong", text, advice, voids=True)
     elif len(sizes) > 1:
         text = f"block sizes {told} are in one stream, and a router reads one"
         advice = "a hybrid model's cache groups? follow the main one: relay it (serve --relay)"
@@ -295,12 +314,24 @@ def judge_fit(heard: Heard, consumer: Consumer) -> Iterator[Finding]:
         losses += lint.live(frames)
     (tally,) = lint.tallies
     if not losses:
-        yield Finding("fit", "ok" if tally.blocks else "unknown", one_line(str(tally)))
+        text = f"the form fits (frames, topic, fields, hashes): {tally}"
+        if not tally.blocks:
+            text = f"whether the form fits cannot be told: {tally}"
+        yield Finding("fit", "ok" if tally.blocks else "unknown", one_line(text))
         return
+    stored = live.stored + (told.stored if replay else 0)
+    lost = tally.lost
+    all_lost = lost["batch"] >= tally.batches
+    if not live.removed:  # they are counted among the events
+        all_lost |= lost["event"] + lost["block"] >= stored > 0
     rules = {one.rule: one for one in reversed(losses)}
     for loss in list(rules.values())[::-1][:_MOST_LOSSES]:
-        yield Finding("fit", "wrong", " ".join(one_line(str(loss)).split()))
-    yield Finding("fit", "wrong", one_line(str(tally)), _dialect(consumer.name))
+        advice = _dialect(consumer.name)
+        if loss.rule == "topic":
+            advice = f"set the publisher's topic ({_TOPICS}); or {advice}"
+        text = " ".join(one_line(str(loss)).split())
+        yield Finding("fit", "wrong", text, advice, voids=all_lost)
+    yield Finding("fit", "wrong", one_line(str(tally)))
 
 
 def _dialect(name: str) -> str:

@@ -129,7 +129,7 @@ def _a(word: str) -> str:
     return f"an {word}" if word.startswith("X") else f"a {word}"
 
 
-_SWAP = "swap the two: ENDPOINT is the PUB socket's address, --replay-endpoint the ROUTER's"
+_SWAP = "swap the two: SOURCE is the PUB socket's address, --replay-endpoint the ROUTER's"
 
 
 def judge_curve(

@@ -20,6 +20,7 @@ import zmq
 from publisher.checks import ConfigError, shown
 from publisher.endpoint import Endpoint
 from publisher.tools.doctor.diagnosis import Finding
+from publisher.tools.source import meant
 
 __all__ = ["Reached", "dial_raw", "listen_for", "read_address", "two_sided", "unreached"]
 
@@ -48,8 +49,12 @@ class Reached:
 
 def read_address(probe: str, text: str) -> Endpoint | Finding:
     """The address, or what is wrong with it."""
-    if "://" not in text:
-        return _wrong(probe, f"{shown(text)} has no scheme", f"say tcp://{text}, or ipc://PATH")
+    likely = meant(text)
+    if "://" not in text or likely not in (None, text):
+        advice = "say tcp://HOST:PORT, or ipc:///absolute/path"
+        if likely is not None:
+            advice = f"did you mean {likely}?"
+        return _wrong(probe, f"{shown(text)} has no scheme", advice)
     try:
         endpoint = Endpoint.parse("", text)
     except ConfigError as error:
@@ -72,7 +77,7 @@ def read_address(probe: str, text: str) -> Endpoint | Finding:
 def _spelled(text: str) -> str:
     scheme, _, rest = text.partition("://")
     if scheme in ("http", "https"):
-        return "that is HTTP: give it as --http, and the PUB socket's tcp://HOST:PORT as ENDPOINT"
+        return "that is HTTP: give it as --http, and the PUB socket's tcp://HOST:PORT as SOURCE"
     if scheme in ("inproc", "pgm", "epgm", "udp", "ws", "wss"):
         return "KV events go over tcp:// or ipc://"
     if scheme in ("tcp", "ipc"):
