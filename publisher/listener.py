@@ -131,7 +131,7 @@ class Listener(Closing):
         self._notice_pace(now, steps, away=away)
         for frames in messages:
             self._take(Channel.LIVE, frames, steps)
-        self._turned_at = time.monotonic()
+        self._turned_at = now
         return steps
 
     def close(self) -> None:

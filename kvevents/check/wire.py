@@ -137,7 +137,7 @@ class Wire:
         if not self._spoken and (reading.batch is None or reading.events or reading.skipped):
             self._spoken = True
             if asked == JOIN and not clears:
-                what = "the answer to JOIN does not begin with AllBlocksCleared"
+                what = "the answer with the state does not begin with AllBlocksCleared"
                 yield finding_of("snapshot", place, what)
             elif asked != JOIN and self._began_at > asked and not clears:
                 what = f"a replay from {asked} begins with {self._began_at}: the rest is not kept"
@@ -161,11 +161,10 @@ class Wire:
         asked, self._asked = self._asked, None
         if asked is None:
             return
-        start = "JOIN" if asked == JOIN else str(asked)
+        replay = "the replay of the state" if asked == JOIN else f"the replay from {asked}"
         if self._answered is None:
-            yield finding_of(
-                "replay-no-end", Place(self._last_seq), f"the replay from {start} was not answered"
-            )
+            what = f"{replay} was not answered"
+            yield finding_of("replay-no-end", Place(self._last_seq), what)
         else:
-            what = f"the replay from {start} has no end"
+            what = f"{replay} has no end"
             yield finding_of("replay-no-end", Place(self._answered), what)

@@ -1,4 +1,4 @@
-"""What `state` and `top` say at their end of sources that did not tell all."""
+"""The `kvevents doctor` to run, and what `state` and `top` say of sources that did not tell all."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -30,36 +31,46 @@ if TYPE_CHECKING:
     from publisher.tools.start import Start
     from publisher.tools.tail.lines import Lines
     from publisher.tools.tail.stream import Stream
-    from publisher.tools.tail.tail import Writer
+    from publisher.tools.tail.tail import Limits, Writer
 
 __all__ = ["add_options", "run"]
 
 _DESCRIPTION = """\
-Print a stream, one line per event: time, seq, event, medium, how many blocks, the first
-block's hash and its parent's, and how many tokens. With several sources or ranks, the
-source and the rank come first. What is wrong with the stream is said where it is wrong.
-Any engine's form is read: SGLang's, vLLM's, a store's, our own."""
+Print a stream, one line per event: time, seq, event, medium, how many blocks,
+the first block's hash and its parent's, and how many tokens. With several
+sources or ranks, the source and the rank come first. What is wrong with the
+stream is said where it is wrong. Any engine's form is read: SGLang's, vLLM's,
+a store's, our own."""
 
 _EPILOG = """\
 examples:
-  kvevents tail tcp://10.0.0.5:5557                  what comes from now on
-  kvevents tail tcp://10.0.0.5:5557,5558             the state now, then what comes
-  kvevents tail a=tcp://h1:5557 b=tcp://h2:5557      two workers side by side
-  kvevents tail tcp://h:5557,5558 --from -20 --exit-at-end
-  kvevents tail tcp://h:5557 --event stored --medium CPU_PINNED --rank 0
+  kvevents tail tcp://10.0.0.5:5557           what comes from now on
+  kvevents tail tcp://10.0.0.5:5557,5558      the state now, then what comes
+  kvevents tail a=tcp://h1:5557 b=tcp://h2:5557    two workers side by side
+  kvevents tail tcp://h:5557,5558 --from -20 --exit-at-end   these and no more
+  kvevents tail tcp://h:5557,5558 --from 118 --until 121      these batches
+  kvevents tail tcp://h:5557 -n 5 --timeout 30     the next 5 events, then end
+  kvevents tail tcp://h:5557 --event stored --medium host --rank 0
   kvevents tail tcp://h:5557,5558 --token-prefix 1,2,3    who holds this prompt
   kvevents tail day.capture -o json | jq 'select(.type == "BlockRemoved")'
-  kvevents tail day.capture --format '%s %e %m %n %H'
+  kvevents tail day.capture --format '%6s %-7e %-10m %4n %H'
 
-letters for --format (and \\n, \\t, \\r, \\0, \\\\ and %%):
+the last N batches: --from -N --exit-at-end
+-n counts events that are printed; one that cannot be read is one, too, and so
+is a batch of which nothing can be read. With -o raw and hex it counts batches.
+
+letters for --format (and \\n, \\t, \\r, \\0, \\\\ and %%; %8e is right-aligned in 8
+columns, %-8e left-aligned):
 {letters}
 
-JSON: one object a line, for each event and each thing that is wrong. Hashes are strings,
-as JSON numbers lose their low bits: decimal, or hex where the wire has bytes.
--o raw: each batch as a MessagePack array [topic, seq, payload], one behind the other.
+JSON: one object a line, for each event and each thing that is wrong. Hashes
+are strings, as JSON numbers lose their low bits: decimal, or hex where the wire
+has bytes. -o raw: each batch as a MessagePack array [topic, seq, payload], one
+behind the other.
 
-exit codes: 0 ok (also after Ctrl-C); {findings} with --strict, when something is wrong;
-2 usage; {no_connection} when nothing came."""
+exit codes: 0 ok (also after Ctrl-C, and of a capture that was cut off); {findings}
+when a capture is damaged (what is whole was printed), and with --strict when
+something is wrong with the stream; {usage} usage; {no_connection} when nothing came."""
 
 
 def add_options(parser: Parser) -> None:
@@ -73,13 +84,18 @@ def add_options(parser: Parser) -> None:
         "--from",
         dest="start",
         metavar="WHERE",
-        help="state: the state now, then what comes (default with a replay endpoint); beginning: all"
-        " that is retained; SEQ: from there; -N: the last N batches that say something; live: what"
-        " comes from now on (default without a replay endpoint)",
+        help="state: what is held now, then what comes (default where there is a replay endpoint);"
+        " live: what comes from now on (default where there is none); beginning: all that is retained,"
+        " then what comes; SEQ: from this batch on; -N: from the last N batches on, heartbeats not"
+        " counted",
     )
-    where.add_argument("--until", type=int, metavar="SEQ", help="the last batch to show")
-    where.add_argument("-n", "--count", type=int, metavar="N", help="end after N events")
-    where.add_argument("--exit-at-end", action="store_true", help="end once all there is was told")
+    where.add_argument("--until", type=int, metavar="SEQ", help="the last batch to show, then end")
+    where.add_argument("-n", "--count", type=int, metavar="N", help="end after N events, see below")
+    where.add_argument(
+        "--exit-at-end",
+        action="store_true",
+        help="end once all there is was told; without it, more is waited for",
+    )
     where.add_argument("--timeout", type=float, metavar="S", help="end after S seconds of silence")
     where.add_argument("--for", dest="for_s", type=float, metavar="S", help="end after S seconds")
     _add_filters(parser)
@@ -88,10 +104,16 @@ def add_options(parser: Parser) -> None:
 
 def _add_filters(parser: Parser) -> None:
     only = parser.add_argument_group(
-        "which events (lists with commas; what is wrong with the stream is always shown)"
+        "which events (lists with commas; what is wrong is always shown)"
     )
-    only.add_argument("--event", metavar="KIND", help="stored, removed, cleared")
-    only.add_argument("--medium", metavar="MEDIUM", help="GPU, CPU_PINNED, DISK, EXTERNAL")
+    only.add_argument(
+        "--event", metavar="KIND", help="stored, removed, cleared; or BlockStored and so on"
+    )
+    only.add_argument(
+        "--medium",
+        metavar="MEDIUM",
+        help="GPU, CPU_PINNED, DISK, EXTERNAL; or device, host, cpu, storage, remote",
+    )
     only.add_argument(
         "--hash", metavar="HASH", help="a block's or parent's: first hex digits, or the number"
     )
@@ -107,7 +129,12 @@ def _add_filters(parser: Parser) -> None:
 def _add_output(parser: Parser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument(
-        "-o", "--output", choices=("text", "json", "jsonl", "raw", "hex"), default="text"
+        "-o",
+        "--output",
+        choices=("text", "json", "jsonl", "raw", "hex"),
+        default="text",
+        metavar="FORM",
+        help="text, json (or jsonl), raw, hex",
     )
     how.add_argument("--format", metavar="TEXT", help="a line of your own, see below")
     how.add_argument(
@@ -131,30 +158,22 @@ def _help() -> str:
     cells = [f"%{letter} {what}" for letter, what in LETTERS.items()]
     rows = [cells[at : at + 2] for at in range(0, len(cells), 2)]
     letters = "\n".join("".join(f"  {cell:<34}" for cell in row).rstrip() for row in rows)
-    return _EPILOG.format(letters=letters, findings=FINDINGS, no_connection=NO_CONNECTION)
+    return _EPILOG.format(
+        letters=letters, findings=FINDINGS, usage=USAGE, no_connection=NO_CONNECTION
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
+    from publisher.cli.hint import doctor_command
     from publisher.tools.colour import painter, wants_colour
     from publisher.tools.source import Sources
     from publisher.tools.tail.filters import parse_filter
     from publisher.tools.tail.footer import footer
     from publisher.tools.tail.lines import Lines
-    from publisher.tools.tail.tail import Limits, OutputError, Printer, Tail, streams_of
+    from publisher.tools.tail.tail import Printer, Tail, streams_of
 
-    check_count("--count", options.count)
-    check_seconds("--timeout", options.timeout)
-    check_seconds("--for", options.for_s)
-    if options.until is not None and options.until < 0:
-        raise ValueError(f"--until: {options.until} is below 0")
-    limits = Limits(
-        count=options.count,
-        until=options.until,
-        timeout_s=options.timeout,
-        for_s=options.for_s,
-        at_end=options.exit_at_end,
-    )
+    limits = _limits(options)
     chosen = parse_filter(
         event=options.event,
         medium=options.medium,
@@ -168,6 +187,7 @@ def run(options: argparse.Namespace) -> int:
     server_key, client_keys = read_keys(options)
     stdout = _stdout(options)
     colours = wants_colour(options.color, stdout, os.environ)
+    doctors = [doctor_command(options, text) for text in options.sources]
     with Sources(
         addresses,
         topic=options.topic,
@@ -176,6 +196,7 @@ def run(options: argparse.Namespace) -> int:
         client_keys=client_keys,
     ) as sources:
         streams = streams_of(sources, start, check=not options.no_check)
+        _watch(streams, options.topic, start, doctors)
         lines = Lines(streams, painter(colours=colours), options.verbose)
         tail = Tail(
             sources,
@@ -187,22 +208,51 @@ def run(options: argparse.Namespace) -> int:
             out=Printer(stdout),
             aside=say,
             lines=lines,
+            plain=Lines(streams, painter(colours=False), options.verbose),
             notes=options.verbose > 0,
             header=stdout.isatty() and options.output == "text" and options.format is None,
         )
-        try:
-            tail.run()
-        except OutputError:
-            return USAGE  # which of them it is, is said when it is flushed
-        if tail.read_all:
-            _say_torn(streams)
-        came = _say_silent(streams, options)
+        tail.run()
+        damaged = tail.read_all and _say_torn(streams)
+        came = _say_silent(streams, options, over=tail.over)
     if came and not options.quiet:
         for line in footer(streams, tail.seconds, None if chosen.open else tail.written):
             say(line)
+    if damaged:
+        return FINDINGS
     if not came:
         return NO_CONNECTION
     return FINDINGS if options.strict and any(one.troubles for one in streams) else 0
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    """Raises ValueError for what cannot be."""
+    from publisher.tools.tail.tail import Limits
+
+    check_count("--count", options.count)
+    check_seconds("--timeout", options.timeout)
+    check_seconds("--for", options.for_s)
+    if options.until is not None and options.until < 0:
+        raise ValueError(f"--until: {options.until} is below 0")
+    return Limits(
+        count=options.count,
+        until=options.until,
+        timeout_s=options.timeout,
+        for_s=options.for_s,
+        at_end=options.exit_at_end,
+    )
+
+
+def _watch(streams: Sequence[Stream], topic: str, start: Start, doctors: Sequence[str]) -> None:
+    """`doctors`: the command for each."""
+    from publisher.tools.tail.hints import Watch
+
+    first = start.number if start.kind == "seq" else None
+    for one, doctor in zip(streams, doctors, strict=True):
+        if one.live is not None:
+            one.watch = Watch(
+                one.live.address, topic=topic, doctor=doctor, now=time.monotonic(), first=first
+            )
 
 
 def _start(options: argparse.Namespace, addresses: list[Address | Path]) -> Start:
@@ -211,7 +261,7 @@ def _start(options: argparse.Namespace, addresses: list[Address | Path]) -> Star
     from publisher.tools.start import Start, parse_start
 
     for one in addresses:
-        if isinstance(one, Path) and not one.exists():
+        if isinstance(one, Path) and not _is_there(one):
             raise ValueError(
                 f"SOURCE: {shown(str(one))} is neither an ENDPOINT, tcp://HOST:PORT, nor a file"
             )
@@ -219,7 +269,8 @@ def _start(options: argparse.Namespace, addresses: list[Address | Path]) -> Star
     deaf = next((one for one in live if one.replay_endpoint is None), None)
     if options.exit_at_end and deaf is not None:
         raise ValueError(
-            f"--exit-at-end: {deaf.endpoint} has no --replay-endpoint, so where its end is cannot be told"
+            f"--exit-at-end: {deaf.endpoint} has no replay endpoint, so where its end is cannot be told;"
+            f" {_how_to_name(live)}"
         )
     if options.start is None:
         return Start("state")  # without a replay endpoint nothing is asked for
@@ -229,8 +280,25 @@ def _start(options: argparse.Namespace, addresses: list[Address | Path]) -> Star
     if start.kind == "live" and options.exit_at_end:
         raise ValueError("--from: with live and --exit-at-end nothing would be left to tell")
     if start.kind != "live" and deaf is not None:
-        raise ValueError(f"--from: {deaf.endpoint} has no --replay-endpoint to be asked for that")
+        raise ValueError(
+            f"--from: {deaf.endpoint} has no replay endpoint to be asked for that; {_how_to_name(live)}"
+        )
+    if start.kind == "seq" and options.until is not None and options.until < start.number:
+        raise ValueError(f"--until: {options.until} is before --from {start.number}")
     return start
+
+
+def _how_to_name(live: Sequence[Address]) -> str:
+    """A replay endpoint."""
+    how = "give it as SOURCE,REPLAY"
+    return how if len(live) > 1 else f"{how} or with --replay-endpoint"
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:
+        return True  # why it cannot be read is said when it is
 
 
 def _stdout(options: argparse.Namespace) -> TextIO:
@@ -264,32 +332,39 @@ def _writer(options: argparse.Namespace, lines: Lines) -> Writer:
     return lines
 
 
-def _say_torn(streams: Sequence[Stream]) -> None:
-    """What could not be read of captures."""
+def _say_torn(streams: Sequence[Stream]) -> bool:
+    """What could not be read of captures. Returns whether one of them is damaged, not just cut off."""
     from publisher.tools.source import Capture
 
-    for one in streams:
-        if isinstance(one.source, Capture) and (fault := one.source.fault(one.batches)):
+    captures = [(one, one.source) for one in streams if isinstance(one.source, Capture)]
+    for stream, capture in captures:
+        fault = capture.fault(stream.batches)
+        if fault is None and capture.damaged is not None:
+            fault = f"{capture.file}: {capture.damaged}"
+        if fault is not None:
             say(f"kvevents tail: {fault}")
+    return any(capture.damaged is not None for _, capture in captures)
 
 
-def _say_silent(streams: Sequence[Stream], options: argparse.Namespace) -> bool:
-    """Name sources of which nothing came. Returns whether anything came at all."""
+def _say_silent(streams: Sequence[Stream], options: argparse.Namespace, *, over: bool) -> bool:
+    """Name sources of which nothing came, and, unless it was `over`, what came and was not shown. Returns
+    whether anything came at all.
+    """
     for one in streams:
-        live = one.live
-        if one.begun:
-            continue
-        silence = f"nothing came from {one.source.name if live is None else live.address.endpoint}"
-        seconds = options.timeout if options.timeout is not None else options.for_s
-        if live is not None and seconds is not None:
-            silence += f" in {seconds:g} s"
-        if one.refused:
-            silence += ": it has refused us; --server-key and --client-key are not what it wants"
-        elif live is not None and live.connected:
-            silence += (
-                f": it is there, but idle; `kvevents doctor {live.address.endpoint}` looks further"
-            )
-        elif live is not None and live.address.replay_endpoint is not None:
-            silence += f": it is not there, or {live.address.replay_endpoint} does not answer"
-        say(f"kvevents tail: {silence}")
+        live, watch = one.live, one.watch
+        name = one.source.name if live is None else live.address.endpoint
+        if one.passed is not None and not one.batches_shown:
+            text = f"nothing of {name}: it goes on with seq {one.passed}, and --until is {options.until}"
+        elif one.last_seq is not None and not one.batches_shown:
+            text = f"nothing of {name}: it has come to seq {one.last_seq}, and --from is {options.start}"
+        elif one.begun:
+            if watch is None or not one.seen.held or over:
+                continue
+            text = f"not all of {name}: {watch.waited(one.seen)}"
+        else:
+            seconds = options.timeout if options.timeout is not None else options.for_s
+            after = f" in {seconds:g} s" if live is not None and seconds is not None else ""
+            why = "" if watch is None else f": {watch.why(one.seen)}"
+            text = f"nothing came from {name}{after}{why}"
+        say(f"kvevents tail: {text}")
     return any(one.begun for one in streams)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.message import Channel, Message
 from kvevents.reading import Reading, read
 from publisher.tools.colour import painter
-from publisher.tools.source import Capture
+from publisher.tools.source import Address, Capture
 from publisher.tools.start import Start, parse_start
 from publisher.tools.tail.formats import LETTERS, Format
 from publisher.tools.tail.hexdump import hexdump
+from publisher.tools.tail.hints import Seen, Watch
+from publisher.tools.tail.kept import Kept
 from publisher.tools.tail.lines import Lines, clock
 from publisher.tools.tail.notice import (
     Notice,
@@ -184,17 +187,21 @@ def test_colours_are_around_words() -> None:
     line = lines.event(0, event)
     assert "\x1b[33mCPU_PINNED\x1b[0m" in line
     assert [line.replace("\x1b[33m", "").replace("\x1b[0m", "")] == lines_of(reading(event))
-    assert "\x1b[31mGAP" in lines.notice(source, of_gap(Gap(3, 2), 0, can_ask=True, behind=False))
+    assert "\x1b[31mGAP" in lines.notice(source, of_gap(Gap(3, 2), 0, can_ask=True))
 
 
 def test_what_is_wrong_as_text() -> None:
     """Gap, loss, restart, what could not be read, what the check has found, with the earlier event."""
+    assert said(of_gap(Gap(118, 3), 0, can_ask=True)) == "   118 GAP 118→121 (3 missing, asked for)"
+    assert "nobody to ask: lost" in said(of_gap(Gap(1, 2), 0, can_ask=False))
     assert (
-        said(of_gap(Gap(118, 3), 0, can_ask=True, behind=False))
-        == "   118 GAP 118→121 (3 missing, asked for)"
+        said(of_gap(Gap(1, 2), 0, can_ask=True, own="it is ours"))
+        == "     1 GAP 1→3 (2 missing, asked for; it is ours)"
     )
-    assert "nobody to ask: lost" in said(of_gap(Gap(1, 2), 0, can_ask=False, behind=False))
-    assert "our own loss" in said(of_gap(Gap(1, 2), 0, can_ask=True, behind=True))
+    assert (
+        said(of_lost(Lost(3, 1), 0, brief=False, own="it is ours"))
+        == "     3 LOST 3 (1 that nobody has any more; it is ours)"
+    )
     assert (
         said(of_lost(Lost(3, 2), 0, brief=False)) == "     3 LOST 3…4 (2 that nobody has any more)"
     )
@@ -258,8 +265,14 @@ def test_what_is_wrong_as_json() -> None:
             {"type": "Skipped", "position": 2, "reason": "why", "seq": 8},
         ),
         (of_undecodable(bad), {"type": "Undecodable", "payload": "c1", "seq": 8}),
-        (of_gap(Gap(3, 2), 0, can_ask=True, behind=False), {"type": "Gap", "seq": 3, "count": 2}),
-        (of_lost(Lost(3, 2), 0, brief=True), {"type": "Lost", "seq": 3, "count": 2}),
+        (
+            of_gap(Gap(3, 2), 0, can_ask=True),
+            {"type": "Gap", "seq": 3, "count": 2, "asked": True, "own": False},
+        ),
+        (
+            of_lost(Lost(3, 2), 0, brief=True, own="why"),
+            {"type": "Lost", "seq": 3, "count": 2, "own": True},
+        ),
         (of_restart(Restarted(4), 0, 9), {"type": "Restarted", "seq": 4, "before": 9}),
         (of_earlier(Lost(0, 9), 0, ""), {"type": "Earlier", "seq": 0, "count": 9}),
         (of_malformed(malformed), {"type": "Malformed", "frames": ["6162"], "reason": "why"}),
@@ -327,7 +340,33 @@ def test_a_format_of_ones_own() -> None:
         assert formatted(f"%{letter}", stored, AllBlocksCleared()).count("\n") == 2
 
 
-@pytest.mark.parametrize("template", ["%q", "%", "\\", "\\x", "%s %Z"])
+def test_a_format_in_columns() -> None:
+    """A width between % and letter: to the right, or with - to the left; what is longer is not cut."""
+    stored = BlockStored([1 << 16], None, [5, 6], 1, medium=GPU)
+    assert formatted("%4s|%-8e|%3n|%2m|%%%-3l.", stored) == "   7|stored  |  1|GPU|%-  .\n"
+    with pytest.raises(ValueError, match=r"%1001s.*1\.\.1000"):
+        Format("%1001s")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "%q",
+        "%",
+        "\\",
+        "\\x",
+        "%s %Z",
+        "%5%",
+        "%-",
+        "%-s",
+        "%0s",
+        "%08s",
+        "%5",
+        "%--5s",
+        "%5\ns",
+        "%٣s",
+    ],
+)
 def test_a_format_that_is_none(template: str) -> None:
     """ValueError says which letter, and which there are."""
     with pytest.raises(ValueError, match="--format: "):
@@ -367,6 +406,160 @@ def test_where_not_to_begin(said_: str) -> None:
     """ValueError names the option and what was said."""
     with pytest.raises(ValueError, match="--from: "):
         parse_start(said_)
+
+
+# ----------------------------------------------------------------------------- the last so many
+
+
+@given(
+    said=st.lists(st.booleans(), max_size=40),
+    number=st.integers(1, 5),
+    beats=st.sampled_from([0, 1, 150]),
+)
+def test_the_last_that_say_something(said: list[bool], number: int, beats: int) -> None:
+    """The last so many with events, in order, however many heartbeats are between them; and what is said
+    of the stream between them.
+    """
+    kept, told, seq = Kept(number), [], 0
+    for speaks in said:
+        for _ in range(beats):
+            kept.add((Reading(Told(seq, b"", replayed=False), KVEventBatch(1.0, [], 0)), []))
+            seq += 1
+        if speaks:
+            one = Reading(
+                Told(seq, b"", replayed=False), KVEventBatch(1.0, [AllBlocksCleared()], 0)
+            )
+            kept.add((one, []))
+            told.append(seq)
+        else:
+            kept.add(of_gap(Gap(seq, 1), 0, can_ask=False))
+            told.append(-seq - 1)
+        seq += 1
+    shown = [
+        -(one.seq or 0) - 1 if isinstance(one, Notice) else one[0].seq
+        for one in kept.entries()
+        if isinstance(one, Notice) or one[0].events
+    ]
+    batches = [at for at, one in enumerate(told) if one >= 0]
+    first = batches[-number] if len(batches) > number else 0
+    assert shown == told[first:]
+
+
+# ------------------------------------------------------------------------------ why nothing comes
+
+CONNECTED = Seen(connected=True)
+ADDRESS = Address("w", "tcp://h:5557", "tcp://h:5558")
+
+
+def hints(*looks: tuple[float, Seen], topic: str = "") -> list[str]:
+    """What is said of a publisher that looks so at these times."""
+    watch = Watch(ADDRESS, topic=topic, doctor="DOCTOR", now=0.0)
+    return [text for now, seen in looks for text in watch.look(seen, now)]
+
+
+def with_(**changes: Any) -> Seen:
+    return replace(CONNECTED, **changes)
+
+
+@pytest.mark.parametrize(
+    ("seen", "topic", "said"),
+    [
+        (Seen(connected=False), "", "not connected to tcp://h:5557 yet: nobody listens there"),
+        (CONNECTED, "", "connected to tcp://h:5557, but nothing has come yet: it is idle"),
+        (
+            CONNECTED,
+            "kv",
+            "connected to tcp://h:5557, but it has sent nothing whose topic begins with 'kv'",
+        ),
+        (with_(told=True), "kv", "connected to tcp://h:5557, but it has sent nothing whose topic"),
+        (
+            with_(recovering=True, unanswered_s=2.6, held=1),
+            "",
+            "1 batch has come from tcp://h:5557 and must wait: the replay endpoint tcp://h:5558 has not",
+        ),
+        (
+            with_(recovering=True, unanswered_s=2.6),
+            "kv",
+            "the replay endpoint tcp://h:5558 has not answered for 3 s: what comes waits for it",
+        ),
+        (with_(refused=True), "", "tcp://h:5557 has refused us; --server-key"),
+    ],
+)
+def test_a_cause_is_said_once_and_soon(seen: Seen, topic: str, said: str) -> None:
+    """After three seconds, not before for what may yet come; with the command that looks further."""
+    (text,) = hints((0.0, seen), (3.1, seen), (9.0, seen), (60.0, seen), topic=topic)
+    assert text.startswith(said) and text.endswith("`DOCTOR` says more")
+    if seen in (CONNECTED, Seen(connected=False)):
+        assert hints((0.0, seen), (2.9, seen), topic=topic) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "topic"),
+    [
+        (with_(told=True), ""),
+        (with_(came=3, fits=True, told=True), "kv"),
+        (with_(told=True, fits=True), "kv"),
+        (with_(recovering=True, unanswered_s=0.5), "kv"),
+        (with_(recovering=True, held=70), ""),
+    ],
+)
+def test_nothing_is_said_of_what_is_as_it_should_be(seen: Seen, topic: str) -> None:
+    """Batches come, or the state has, or a long replay is being told."""
+    assert hints(*((float(now), seen) for now in range(30)), topic=topic) == []
+
+
+def test_each_time_that_a_connection_is_gone() -> None:
+    """For more than three seconds; a short break is nothing."""
+    gone, there = Seen(connected=False), with_(came=1, told=True)
+    texts = hints((0, there), (1, gone), (5, gone), (6, there), (7, gone), (9, there), (20, gone))
+    assert texts == ["the connection to tcp://h:5557 is gone; it is tried again"]
+    assert len(hints((0, there), (1, gone), (5, gone), (6, there), (7, gone), (11, gone))) == 2
+
+
+def test_replays_that_are_ahead_for_long() -> None:
+    """Of another publisher's, while batches come; not when we are late, or it was only for a moment, or
+    there is nothing to compare with.
+    """
+
+    def looks(**changes: Any) -> list[str]:
+        seen = [with_(told=True, came=at, ahead=90 - at, **changes) for at in range(9)]
+        return hints(*enumerate(seen))
+
+    (text,) = looks()
+    assert text.startswith(
+        "the replay endpoint tcp://h:5558 is 87 batches ahead of what comes from"
+    )
+    assert looks(behind=True) == []
+    moment = with_(told=True, came=5)
+    assert hints(*((at, replace(moment, ahead=at % 2, came=at)) for at in range(9))) == []
+    assert hints(*((at, replace(moment, ahead=9)) for at in range(9))) == []
+
+
+def test_a_batch_that_comes_into_a_wait_is_said_too() -> None:
+    """First that the replay is not answered, then that there are batches; not the other way round."""
+    idle, busy = (with_(recovering=True, unanswered_s=3.0, held=held) for held in (0, 5))
+    assert [text[:9] for text in hints((3, idle), (4, busy), (5, idle))] == [
+        "the repla",
+        "5 batches",
+    ]
+    assert [text[:9] for text in hints((3, busy), (4, idle))] == ["5 batches"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (with_(refused=True), "it has refused us; --server-key"),
+        (Seen(connected=False), "nobody listens there"),
+        (with_(held=2), "2 batches came that had to wait for the answer of the replay endpoint"),
+        (with_(ahead=9, came=4), "the replay endpoint tcp://h:5558 is 9 batches ahead"),
+        (with_(told=True), "it is there, but it has sent nothing whose topic begins with 'kv'"),
+        (with_(fits=True), "it is there, but idle"),
+    ],
+)
+def test_why_nothing_came_in_the_end(seen: Seen, said: str) -> None:
+    """The same causes, and the command."""
+    text = Watch(ADDRESS, topic="kv", doctor="DOCTOR", now=0.0).why(seen)
+    assert text.startswith(said) and text.endswith("`DOCTOR` says more")
 
 
 # ------------------------------------------------------------------------------ what names can do

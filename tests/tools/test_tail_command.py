@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pty
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +52,7 @@ from kvevents.frames import live_frames, replay_answer, replay_end, replay_reque
 from kvevents.message import Channel
 from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
+from publisher.cli.commands import parser_of
 
 pytestmark = pytest.mark.integration
 
@@ -131,10 +135,15 @@ def troubled(tmp_path: Path) -> Path:
 
 def tail(*arguments: str) -> tuple[int, str, str]:
     """The command in this process, for what needs many of them: code, stdout, stderr."""
-    out, err = io.StringIO(), io.StringIO()
+    buffer, err = io.BytesIO(), io.StringIO()
+    out = io.TextIOWrapper(buffer, encoding="utf-8", newline="\n")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["tail", *arguments])
-    return code, out.getvalue(), err.getvalue()
+        try:
+            code = main(["tail", *arguments])
+        except SystemExit as left:
+            code = int(left.code or 0)
+        out.flush()
+    return code, buffer.getvalue().decode(errors="replace"), err.getvalue()
 
 
 def texts(file: Path, *options: str, code: int = 0) -> list[str]:
@@ -279,6 +288,61 @@ def test_which_part_of_a_capture(plain: Path) -> None:
     assert seqs(plain, "--from", "2", "--until", "3", "-n", "2") == [2, 2]
 
 
+UNREADABLE = msgspec.msgpack.encode([TS, [["Zap"], ["Zop"]], 0])
+"""Two events of no known kind."""
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "printed"),
+    [
+        (["-n", "3"], 0, 3),
+        (["-n", "4", "--event", "removed", "--hash", "77"], 0, 4),
+        (["-n", "5", "--format", "%s"], 0, 0),
+        (["-n", "3", "-o", "json"], 0, 3),
+        (["-n", "2", "-o", "json", "--from", "-4"], 0, 2),
+    ],
+)
+def test_what_cannot_be_read_counts(
+    tmp_path: Path, options: list[str], code: int, printed: int
+) -> None:
+    """-n ends on events, batches and messages of which nothing can be read, whatever is asked for; and
+    what was to be printed is.
+    """
+    scene = Scene(tmp_path / "strange.capture")
+    for seq in range(0, 30, 3):
+        scene.live(seq, payload=UNREADABLE)
+        scene.live(seq + 1, payload=b"\xc1")
+        scene.add(Channel.LIVE, [b"kv", b"what"])
+        scene.live(seq + 2)
+    found, out, err = tail(str(scene.file), "-q", *options)
+    assert (found, out.count("\n")) == (code, printed)
+    lines = (out + err).splitlines()
+    assert len(lines) == int(options[1]), "those that --format has no place for are on stderr"
+
+
+@pytest.mark.parametrize("form", ["raw", "hex"])
+def test_so_many_batches(tmp_path: Path, form: str) -> None:
+    """Where batches are written, -n counts them: one with two events that cannot be read is one."""
+    scene = Scene(tmp_path / "strange.capture")
+    for seq in range(9):
+        scene.live(seq, payload=UNREADABLE if seq % 2 else b"\xc1")
+    code, out, err = tail(str(scene.file), "-o", form, "-n", "3", "--event", "stored", "-q")
+    assert code == 0
+    said = err if form == "raw" else out
+    kinds = [word for word in said.split() if word in ("UNDECODABLE", "SKIPPED")]
+    assert kinds == ["UNDECODABLE", "SKIPPED", "SKIPPED", "UNDECODABLE"]
+
+
+def test_n_events_are_n_lines(troubled: Path) -> None:
+    """In the middle of a batch, too; what is wrong with the stream is not one of them."""
+    lines = texts(troubled)
+    uncounted = ("AGAIN", "ORPHAN", "REMOVED-UNKNOWN", "LENGTH", "GAP", "RESTART")
+    for count in range(1, 13):
+        told = texts(troubled, "-n", str(count))
+        assert told == lines[: len(told)]
+        assert sum(not any(word in line for word in uncounted) for line in told) == count
+
+
 def test_filters_of_a_capture(plain: Path, troubled: Path) -> None:
     """Any combination; what is wrong with the stream is shown all the same, what is wrong with an event
     only with it.
@@ -381,6 +445,97 @@ def test_a_dump_of_frames(troubled: Path) -> None:
     assert all(line.isprintable() for line in lines)
 
 
+def test_a_loss_may_be_the_recorders_own(tmp_path: Path) -> None:
+    """What went missing while the recorder was late is said to be maybe its own, in gap, loss and
+    summary, even when the loss is known only later; what went missing before and after is not.
+    """
+    scene = Scene(tmp_path / "late.capture", "tcp://h:2")
+
+    def gap(after: int, *, late: bool) -> None:
+        if late:
+            scene.add(Channel.BEHIND, [])
+        scene.live(after + 3, AllBlocksCleared())
+        scene.asked(after + 1)
+        if late:
+            scene.add(Channel.ABREAST, [])
+        scene.over()
+
+    scene.live(0, AllBlocksCleared())
+    for after, late in ((0, False), (3, True), (6, False)):
+        gap(after, late=late)
+    own = ["own loss" in line or "its own" in line for line in texts(scene.file) if "GAP" in line]
+    lost = ["its own loss" in line for line in texts(scene.file) if "LOST" in line]
+    assert (own, lost) == ([False, True, False], [False, True, False])
+    assert "the recorder read too slowly" in tail(str(scene.file))[2]
+    _, out, _ = tail(str(scene.file), "-q", "-o", "json")
+    told = [json.loads(line) for line in out.splitlines()]
+    assert [one["own"] for one in told if one["type"] == "Lost"] == [False, True, False]
+
+
+def test_a_replay_that_was_not_answered_is_said_in_words(tmp_path: Path) -> None:
+    """Of which endpoint, and what it was asked for; the summary counts it."""
+    scene = Scene(tmp_path / "over.capture", "tcp://h:2")
+    scene.add(Channel.CONNECTED, [])
+    scene.asked(2**64 - 2)
+    scene.add(Channel.OVER, [])
+    scene.asked(2**64 - 2)
+    scene.answer(4, AllBlocksCleared())
+    scene.add(Channel.OVER, [])
+    scene.asked(5)
+    scene.over()
+    scene.live(8, AllBlocksCleared())
+    scene.asked(5)
+    scene.add(Channel.OVER, [])
+    lines = texts(scene.file)
+    said = [line[7:] for line in lines if "replay endpoint" in line]
+    assert said == [
+        "the replay endpoint tcp://h:2 did not answer: it was asked for the state",
+        "the replay endpoint tcp://h:2 did not finish its answer: it was asked for the state",
+        "the replay endpoint tcp://h:2 did not answer: it was asked for what there is from seq 5 on",
+    ]
+    assert "JOIN" not in "".join(lines) and "NO-END" not in "".join(lines)
+    assert "3 replays without an end" in tail(str(scene.file))[2]
+
+
+STRANGE = "a\u202eb\u2066c\u200fd\u061ce\x9bf\x1b[31mg"
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--format", "%l"], ["-o", "raw"], ["-o", "hex"], ["-o", "json"]]
+)
+@pytest.mark.parametrize("colour", ["always", "never"])
+def test_nothing_turns_the_terminal_around(tmp_path: Path, options: list[str], colour: str) -> None:
+    """Types of events, media, keys and a file's name with controls and signs that turn the writing: none
+    of them is on stdout or stderr, wherever what is wrong is said; nor half of a colour.
+    """
+    scene = Scene(tmp_path / "a\u202eb.capture")
+    removed = {"type": "BlockRemoved", "block_hashes": [1], "medium": STRANGE}
+    events = [{"type": STRANGE}, removed, {STRANGE: 1}, [STRANGE], STRANGE]
+    scene.live(0, payload=msgspec.msgpack.encode([TS, events, 0]))
+    scene.live(1, payload=msgspec.msgpack.encode([STRANGE, [], 0]))
+    scene.live(4, store(1, lora_name=STRANGE))
+    scene.add(Channel.LIVE, [STRANGE.encode(), STRANGE.encode()])
+    _, out, err = tail(str(scene.file), "--color", colour, *options)
+    shown = "" if "raw" in options else out
+    if colour == "always" and "json" not in options:
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    for text in (shown, err):
+        bad = [one for one in text if unicodedata.category(one) in ("Cc", "Cf") and one != "\n"]
+        assert not bad
+    assert "gap" in f"{shown}{err}".lower()
+    assert not re.search(r"\[[0-9;]*m", err.replace("[31mg", ""))
+
+
+def test_a_help_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 columns; with examples, and what is asked most."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = tail("--help")
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    assert "the last N batches: --from -N --exit-at-end" in out
+    assert "-n counts events that are printed" in out
+
+
 def test_a_format(plain: Path) -> None:
     """A line an event, and nothing else on stdout."""
     done = kvevents("tail", str(plain), "--format", r"%s:%e\t%n", "-n", "3", "-q")
@@ -398,6 +553,23 @@ def test_what_was_cut_off_is_said(plain: Path, tmp_path: Path) -> None:
     assert tail(str(torn), "-q", "-n", "1")[2] == ""
 
 
+@pytest.mark.parametrize("options", [[], ["-q"], ["--from", "-2", "--until", "99"], ["-o", "json"]])
+def test_a_damaged_capture_is_a_finding(plain: Path, tmp_path: Path, options: list[str]) -> None:
+    """What is before the damage is told; exit code 1, and why, even where no summary was wanted. Not when
+    the end came first.
+    """
+    data = bytearray(plain.read_bytes())
+    data[-20] ^= 1
+    damaged = tmp_path / "damaged.capture"
+    damaged.write_bytes(data)
+    code, out, err = tail(str(damaged), *options)
+    assert code == 1
+    assert '"seq":6' in out or "     6 removed" in out
+    assert "were left out: a record whose checksum is not its own" in err
+    code, _, err = tail(str(damaged), "-q", "-n", "1")
+    assert (code, err) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -408,6 +580,7 @@ def test_what_was_cut_off_is_said(plain: Path, tmp_path: Path) -> None:
         (["--format", "%Q"], "--format: '%Q' is none of"),
         (["--format", "%s", "-o", "json"], "--format: it is of no use with -o json"),
         (["--event", "x"], "--event: 'x' is not stored"),
+        (["--from", "5", "--until", "4"], "--until: 4 is before --from 5"),
         (["--for", "0"], "--for: 0.0 is not above 0"),
     ],
 )
@@ -632,6 +805,69 @@ def test_endings(worker: Worker) -> None:
     assert {json.loads(line)["seq"] for line in done.stdout.splitlines()} == {1, 2}
 
 
+def test_every_beginning_and_every_end(worker: Worker) -> None:
+    """Each --from with each of -n, --until and --exit-at-end on a stream that goes on: it ends by itself,
+    where it should; and prints no event twice or out of order.
+    """
+
+    def places(*options: str) -> list[tuple[int, int]]:
+        code, out, err = tail(worker.source, "-q", "-o", "json", *options)
+        assert (code, err) == (0, ""), options
+        told = [json.loads(line) for line in out.splitlines()]
+        return [(one["seq"], one["event"]) for one in told if one["type"] != "Earlier"]
+
+    everything = places("--from", "beginning", "--exit-at-end")
+    newest = everything[-1][0]
+    last = [one for one in everything if one[0] in sorted({seq for seq, _ in everything})[-3:]]
+    starts = {
+        "beginning": everything,
+        "3": [one for one in everything if one[0] >= 3],
+        "-3": last,
+        "-1000": everything,
+    }
+    for start, expected in starts.items():
+        assert places("--from", start, "--exit-at-end") == expected
+        assert places("--from", start, "-n", "2") == expected[:2]
+        assert places("--from", start, "-n", "1", "--exit-at-end") == expected[:1]
+        assert places("--from", start, "-n", "99", "--exit-at-end") == expected
+        assert places("--from", start, "--until", str(newest)) == expected
+        until = ["--until", str(newest), "-n", "1"]
+        assert places("--from", start, *until) == expected[:1]
+        assert places("--from", start, *until, "--exit-at-end") == expected[:1]
+    first = [one for one in everything if one[0] <= newest - 1]
+    assert places("--from", "-1000", "--until", str(newest - 1)) == first
+    state = places("--exit-at-end")
+    assert state and places("-n", str(len(state))) != []
+    assert places("--until", str(newest + 20)) != [], "heartbeats come to it"
+    assert len(places("-n", "1", "--exit-at-end")) == 1
+
+
+def test_live_only_has_an_end_as_well(worker: Worker) -> None:
+    """After so many events, and at a seq; one that was there before is no end to wait for."""
+    options = ("tail", worker.source, "--from", "live", "-q", "-o", "json")
+    with start_kvevents(f"live {os.getpid()}", *options, "-n", "2") as process:
+        assert process.stdout is not None
+        seq = json.loads(process.stdout.readline())["count"]
+        worker.tell(3)
+        assert process.wait(PATIENCE_S) == 0
+        assert process.stdout.read().count("\n") == 2
+    for until, said in ((seq + 10_000, ""), (1, "and --until is 1")):
+        ends = ("--until", str(until)) if until == 1 else ("--until", str(until), "--for", "0.5")
+        code, _, err = tail(*options[1:], *ends)
+        assert code == 0 and said in err
+
+
+def test_a_seq_that_is_still_to_come(worker: Worker) -> None:
+    """It is waited for, and nothing before it is shown or said to be missing; at the end of what is
+    there, that is said.
+    """
+    code, out, err = tail(worker.source, "-q", "--from", "100000", "--for", "0.5")
+    assert (code, out) == (0, "")
+    assert "it has come to seq" in err and "--from is 100000" in err
+    code, out, err = tail(worker.source, "-q", "--from", "100000", "--exit-at-end")
+    assert (code, out) == (3, "") and "has nothing from seq 100000 on" in err
+
+
 def publishing(publisher: RawPublisher, publish: Callable[[], None]) -> threading.Thread:
     def run() -> None:
         publisher.await_subscriber()
@@ -721,6 +957,23 @@ def test_the_last_of_a_replay_and_then_live() -> None:
     assert found == ["8", "9", "10", "11"]
 
 
+def test_so_many_of_the_last_of_an_idle_publisher() -> None:
+    """-N with -n: it ends without anything else coming."""
+    with RawPublisher() as publisher:
+
+        def publish() -> None:
+            client, _ = publisher.request()
+            for seq in range(10):
+                publisher.answer(client, seq, store(seq))
+            publisher.end(client)
+
+        thread = publishing(publisher, publish)
+        source = f"{publisher.endpoint},{publisher.replay_endpoint}"
+        done = kvevents("tail", source, "--from", "-5", "-n", "2", "-q", "--format", "%s")
+        thread.join()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n6\n", "")
+
+
 def test_two_workers_side_by_side(worker: Worker) -> None:
     """Each line with its name; one of them may be silent, which is said."""
     with RawPublisher() as publisher:
@@ -732,30 +985,67 @@ def test_two_workers_side_by_side(worker: Worker) -> None:
     assert f"nothing came from {publisher.endpoint} in 1 s: it is there, but idle" in done.stderr
 
 
-def test_what_a_slow_reader_misses_may_be_its_own_loss() -> None:
-    """A reader that was stopped while more came than may wait for it: the gap says so, and so does the
-    summary.
+def test_a_stopped_reader_harms_nobody() -> None:
+    """While it is stopped, more is published than may wait for it: nothing blocks, and another subscriber
+    has all of it. It goes on, and says that what it misses may be its own loss, in the summary, too.
     """
-    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
-        publisher.setsockopt(zmq.SNDHWM, 10_000)
-        publisher.setsockopt(zmq.LINGER, 0)
-        endpoint = publisher.bind(LOOPBACK).addr
-        bulky = payload_of(store(1, token_ids=[1] * 1000, block_size=1000))
-        options = ("--no-check", "--event", "cleared", "-n", "1")
-        with start_kvevents(f"slow {os.getpid()}", "tail", endpoint, *options) as process:
-            assert publisher.poll(int(PATIENCE_S * 1000)), "nobody subscribed"
+    with (
+        RawPublisher() as publisher,
+        zmq.Context[zmq.Socket[bytes]]() as context,
+        context.socket(zmq.SUB) as other,
+    ):
+        publisher.pub.setsockopt(zmq.SNDHWM, 1000)
+        publisher.pub.setsockopt(zmq.LINGER, 0)
+        endpoint = publisher.pub.bind(LOOPBACK).addr
+        other.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        other.subscribe(b"")
+        other.connect(endpoint)
+        publisher.await_subscriber()
+        source = f"{endpoint},{publisher.replay_endpoint}"
+        options = ("--no-check", "--event", "cleared", "-n", "2")
+        with start_kvevents(f"stop {os.getpid()}", "tail", source, *options) as process:
+            publisher.await_subscriber()
+            for _ in range(2):  # the state, and what there is from 0 on
+                publisher.end(publisher.request()[0])
+            publisher.live(0, AllBlocksCleared())
+            assert other.recv_multipart() and process.stdout is not None
+            assert "cleared" in process.stdout.readline()
             process.send_signal(signal.SIGSTOP)
-            for seq in range(60_000):
-                publisher.send_multipart(live_frames(b"", seq, bulky))
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            seq = _publish_to_all(publisher, other, 30_000, until=time.monotonic() + 1.6)
             process.send_signal(signal.SIGCONT)
-            deadline, seq = time.monotonic() + PATIENCE_S, 60_000
+            deadline = time.monotonic() + PATIENCE_S
             while process.poll() is None:  # as soon as there is room for one
                 assert time.monotonic() < deadline, "it did not end"
-                publisher.send_multipart(live_frames(b"", seq, payload_of(AllBlocksCleared())))
+                publisher.live(seq, AllBlocksCleared())
                 seq += 1
+                if publisher.router.poll(1):
+                    publisher.end(publisher.request()[0])
             told, said = process.communicate()
-    assert "GAP" in told and "our own loss" in told
-    assert "we read too slowly" in said
+    missing = [line for line in told.splitlines() if "GAP" in line or "LOST" in line]
+    assert any("LOST" in line for line in missing)
+    assert all("it may be our own loss" in line for line in missing)
+    assert "we read too slowly, or were stopped" in said
+
+
+def _publish_to_all(
+    publisher: RawPublisher, other: zmq.Socket[bytes], count: int, until: float
+) -> int:
+    """So many batches, and more until the monotonic clock is there; `other` reads them in time not to
+    fall behind. Returns the seq after the last.
+    """
+    bulky = payload_of(store(1, token_ids=[1] * 1000, block_size=1000))
+    seq = 1
+    while seq < count or time.monotonic() < until:
+        step = 500 if seq < count else 1
+        for at in range(seq, seq + step):
+            publisher.pub.send_multipart(live_frames(b"", at, bulky), zmq.NOBLOCK)
+        for at in range(seq, seq + step):
+            assert other.recv_multipart()[1] == at.to_bytes(8, "big")
+        seq += step
+        if seq > count:
+            other.poll(10)
+    return seq
 
 
 def test_any_dialect_is_read_and_named() -> None:
@@ -793,6 +1083,102 @@ def test_any_dialect_is_read_and_named() -> None:
             assert form in said and more in said
             assert out.count(" stored ") >= stores
             assert " cleared" in out
+
+
+def doctors(text: str) -> list[list[str]]:
+    """The commands to paste that stderr has, as a shell reads them; doctor takes each."""
+    found = [shlex.split(one) for one in re.findall(r"`(kvevents doctor [^`]*)`", text)]
+    for words in found:
+        parser_of("doctor").parse_args(words[1:])
+    return [words[2:] for words in found]
+
+
+def test_why_nothing_is_shown_is_said_at_once() -> None:
+    """Nobody there, endpoints swapped, another topic, a replay endpoint that does not answer, one of
+    another publisher: each within seconds, in words, with a command that can be pasted, side by side.
+    """
+    with (
+        RawPublisher() as swapped,
+        RawPublisher() as topical,
+        RawPublisher() as waiting,
+        RawPublisher() as ahead,
+    ):
+        sources = {
+            "dead": ("tcp://127.0.0.1:9", "tcp://127.0.0.1:10"),
+            "swap": (swapped.replay_endpoint, swapped.endpoint),
+            "topic": (topical.endpoint, None),
+            "wait": (waiting.endpoint, waiting.replay_endpoint),
+            "ahead": (ahead.endpoint, ahead.replay_endpoint),
+        }
+        words = [
+            f"{name}={endpoint}{f',{replay}' if replay else ''}"
+            for name, (endpoint, replay) in sources.items()
+        ]
+        with start_kvevents(
+            f"why {os.getpid()}", "tail", *words, "--topic", "kv 1", "-q"
+        ) as process:
+            done = threading.Event()
+            thread = threading.Thread(target=_publish_until, args=(done, topical, waiting, ahead))
+            thread.start()
+            try:
+                assert process.stderr is not None
+                said = "".join(process.stderr.readline() for _ in sources)
+                process.send_signal(signal.SIGINT)
+                last = process.communicate(timeout=PATIENCE_S)[1]
+            finally:
+                done.set()
+                thread.join()
+    lines = dict(_by_endpoint(said, sources))
+    assert "not connected to" in lines["dead"] and "not connected to" in lines["swap"]
+    assert "it has sent nothing whose topic begins with 'kv 1'" in lines["topic"]
+    assert "batches have come" in lines["wait"] and "has not answered for" in lines["wait"]
+    assert "it seems to be another publisher's" in lines["ahead"]
+    for line in lines.values():
+        ((source, *more),) = doctors(line)
+        assert more == ["--topic", "kv 1"] and source in words
+    for name in ("dead", "swap", "topic", "wait"):
+        assert f"nothing came from {sources[name][0]}: " in last
+    assert doctors(last) and "that had to wait for the answer of the replay" in last
+
+
+def _by_endpoint(
+    said: str, sources: dict[str, tuple[str, str | None]]
+) -> Iterator[tuple[str, str]]:
+    for line in said.splitlines():
+        (found,) = [
+            name
+            for name, (endpoint, _) in sources.items()
+            if f"{endpoint} " in f"{line} " or f"{endpoint}:" in line
+        ]
+        yield found, line
+
+
+def _publish_until(done: threading.Event, topical: RawPublisher, *others: RawPublisher) -> None:
+    """Ten batches a second; `topical` of another topic; the last one's replays are far ahead."""
+    for seq in itertools.count():
+        if done.wait(0.1):
+            return
+        topical.live(seq, AllBlocksCleared())
+        for one in others:
+            one.pub.send_multipart(live_frames(b"kv 1", seq, payload_of(AllBlocksCleared())))
+        if others[-1].router.poll(0):
+            client, _ = others[-1].request()
+            others[-1].answer(client, 100_000, AllBlocksCleared())
+            others[-1].end(client)
+
+
+def test_what_is_needed_of_several_can_be_typed() -> None:
+    """With two sources, --replay-endpoint is of no use, and is not what is asked for."""
+    two = ("tcp://127.0.0.1:1", "b=tcp://127.0.0.1:2")
+    for options in (("--exit-at-end",), ("--from", "-2")):
+        code, _, err = tail(*two, *options)
+        assert code == 2 and "SOURCE,REPLAY" in err and "--replay-endpoint" not in err
+
+
+def test_an_endpoint_without_its_scheme() -> None:
+    """It is no file; what was likely meant is said."""
+    code, _, err = tail("127.0.0.1:7101")
+    assert code == 2 and "did you mean tcp://127.0.0.1:7101?" in err
 
 
 def test_ctrl_c_before_anything_came() -> None:

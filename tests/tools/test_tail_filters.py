@@ -58,7 +58,14 @@ EVENTS = (
         ({"event": "stored"}, [0, 1, 5]),
         ({"event": "removed,cleared"}, [2, 3, 4]),
         ({"medium": "GPU"}, [0, 2, 3, 4, 5]),
+        ({"event": "BlockStored"}, [0, 1, 5]),
+        ({"event": "blockRemoved,ALLBLOCKSCLEARED"}, [2, 3, 4]),
+        ({"event": "Stored"}, [0, 1, 5]),
         ({"medium": "cpu"}, [1, 3, 4]),
+        ({"medium": "host"}, [1, 3, 4]),
+        ({"medium": "Host,storage"}, [1, 3, 4]),
+        ({"medium": "Device"}, [0, 2, 3, 4, 5]),
+        ({"medium": "gpu"}, [0, 2, 3, 4, 5]),
         ({"medium": "DISK,EXTERNAL"}, [3, 4]),
         ({"medium": "CPU_PINNED", "event": "stored"}, [1]),
         ({"hash": "1"}, [0, 2, 3, 4]),
@@ -67,8 +74,8 @@ EVENTS = (
     ],
 )
 def test_kinds_media_and_ranks(options: dict[str, str], expected: list[int]) -> None:
-    """Any combination. A clear is of every medium and block, a removal without a medium of every medium,
-    and what does not say is on the device.
+    """Any combination, in any case and by any name that there is. A clear is of every medium and block, a
+    removal without a medium of every medium, and what does not say is on the device.
     """
     renamed = {("hash_" if name == "hash" else name): text for name, text in options.items()}
     by = parse_filter(**renamed)

@@ -25,7 +25,12 @@ _KINDS: dict[str, type[Event]] = {
     "stored": BlockStored,
     "removed": BlockRemoved,
     "cleared": AllBlocksCleared,
+    "blockstored": BlockStored,
+    "blockremoved": BlockRemoved,
+    "allblockscleared": AllBlocksCleared,
 }
+_OUR_WORDS = {"host": StorageMedium.CPU}
+"""Of a medium, besides those that `StorageMedium` understands."""
 _MOST = 1 << 18
 """Blocks that are remembered, so that their removal is shown too; the oldest are forgotten."""
 
@@ -213,14 +218,14 @@ def parse_filter(
 
 
 def _kind(text: str) -> type[Event]:
-    if text not in _KINDS:
+    if text.lower() not in _KINDS:
         raise ValueError(f"--event: {shown(text)} is not stored, removed or cleared")
-    return _KINDS[text]
+    return _KINDS[text.lower()]
 
 
 def _medium(text: str) -> StorageMedium:
     try:
-        return StorageMedium(text or "?")
+        return _OUR_WORDS.get(text.lower()) or StorageMedium(text or "?")
     except ValueError:
         known = ", ".join(StorageMedium)
         raise ValueError(f"--medium: {shown(text)} is none of {known}") from None

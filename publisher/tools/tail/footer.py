@@ -61,12 +61,18 @@ def _troubles(streams: Sequence[Stream]) -> str:
     for stream in streams:
         rules += stream.findings
         notes += stream.notes
+    if count := rules.pop("replay-no-end", 0):
+        parts.append(f"{count:,} {'replay' if count == 1 else 'replays'} without an end")
     parts += [f"{count:,} {rule}" for rule, count in rules.most_common()]
     text = ", ".join(parts) or "none"
     if notes:
         text += f"; notes: {', '.join(f'{count:,} {rule}' for rule, count in notes.most_common())}"
-    if any(stream.behind for stream in streams):
-        text += "; we read too slowly: gaps may be our own"
+    if any(stream.behind and stream.live for stream in streams):
+        text += "; we read too slowly, or were stopped: what is missing may be our own loss"
+    if any(stream.behind and not stream.live for stream in streams):
+        text += (
+            "; the recorder read too slowly, or was stopped: what is missing may be its own loss"
+        )
     return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final
 
@@ -80,15 +81,20 @@ _PARTS: Final[dict[str, tuple[str, Part]]] = {
     "x": ("extra key", _of("extra_key")),
     "y": ("replayed or live", lambda _, r, _p, _e: "replayed" if r.told.replayed else "live"),
 }
+_MOST = 1000
+"""Columns."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\"}
+_PIECE = re.compile(r"([^%\\]+)|\\(.?)|%(-?[0-9]*)(.?)", re.DOTALL)
+"""Plain text; an escape; a letter, with its width. Of these is all text made."""
 
 LETTERS: Final = {letter: what for letter, (what, _) in _PARTS.items()}
 
 
 class Format:
-    """Writes events as `template` says: letters behind %, and \\n \\t \\r \\0 \\\\. A line end is added
-    unless it ends with one, or with \\0. What there is none of is a `-`. Raises ValueError for a letter
-    that is none.
+    """Writes events as `template` says: letters behind %, and \\n \\t \\r \\0 \\\\. Between % and letter
+    may be how wide it is at least: %8e is right-aligned, %-8e left-aligned. A line end is added unless it
+    ends with one, or with \\0. What there is none of is a `-`. Raises ValueError for a letter that is
+    none, and a width above 1000.
     """
 
     whole = False
@@ -96,24 +102,17 @@ class Format:
     def __init__(self, template: str) -> None:
         self._parts: list[str | Part] = []
         text = ""
-        letters = iter(template)
-        for one in letters:
-            if one not in "%\\":
-                text += one
-                continue
-            following = next(letters, "")
-            if one == "\\":
-                if following not in _ESCAPES:
-                    raise ValueError(f"--format: {shown(one + following)} is no escape")
-                text += _ESCAPES[following]
-            elif following == "%":
+        for found in _PIECE.finditer(template):
+            plain, escape, width, letter = found.groups()
+            if plain is not None:
+                text += plain
+            elif escape is not None:
+                text += _escaped(escape)
+            elif letter == "%" and not width:
                 text += "%"
-            elif following in _PARTS:
-                self._parts += [text, _PARTS[following][1]]
-                text = ""
             else:
-                known = " ".join(_PARTS)
-                raise ValueError(f"--format: {shown('%' + following)} is none of {known}")
+                self._parts += [text, _part(width, letter)]
+                text = ""
         self._parts.append(text if text.endswith(("\n", "\0")) else f"{text}\n")
         self._stream: Stream | None = None
         self._reading: Reading | None = None
@@ -133,3 +132,28 @@ class Format:
 
     def notice(self, _stream: Stream, _notice: Notice) -> None:
         """Nothing but what was asked for."""
+
+
+def _escaped(letter: str) -> str:
+    if letter not in _ESCAPES:
+        raise ValueError(f"--format: {shown(chr(92) + letter)} is no escape")
+    return _ESCAPES[letter]
+
+
+def _part(width: str, letter: str) -> Part:
+    if letter not in _PARTS:
+        known = " ".join(_PARTS)
+        raise ValueError(f"--format: {shown(f'%{width}{letter}')} is none of {known}")
+    part = _PARTS[letter][1]
+    if not width:
+        return part
+    digits = width.removeprefix("-")
+    if not digits or digits.startswith("0") or len(digits) > 4 or int(digits) > _MOST:
+        raise ValueError(f"--format: {shown(f'%{width}{letter}')}: its width is not in 1..{_MOST}")
+    columns, left = int(digits), width != digits
+
+    def padded(stream: Stream, reading: Reading, position: int, event: Event) -> str:
+        text = part(stream, reading, position, event)
+        return text.ljust(columns) if left else text.rjust(columns)
+
+    return padded

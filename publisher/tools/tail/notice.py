@@ -9,6 +9,7 @@ from kvevents.check import Finding
 from kvevents.codec import Skipped
 from kvevents.follower import Malformed
 from kvevents.gaps import Gap, Lost, Restarted
+from kvevents.message import Channel
 from kvevents.reading import Reading
 
 __all__ = [
@@ -30,7 +31,8 @@ _HEAD = 16
 @dataclass(frozen=True, slots=True)
 class Notice:
     """`text`: for people; anything may be in it. `kind`, `fields`: of its JSON object. `brief`: whether
-    JSON alone has it, because the text was in the one before.
+    JSON alone has it, because the text was in the one before. `unread`: whether it stands for something
+    published that could not be read.
     """
 
     seq: int | None
@@ -40,23 +42,26 @@ class Notice:
     style: str = "red"
     fields: dict[str, Any] = field(default_factory=dict)
     brief: bool = False
+    unread: bool = False
 
 
-def of_gap(gap: Gap, at_ns: int, *, can_ask: bool, behind: bool) -> Notice:
-    """`behind`: whether it may be ours alone."""
+def of_gap(gap: Gap, at_ns: int, *, can_ask: bool, own: str = "") -> Notice:
+    """`own`: why it may be the loss of who listens alone; empty: it is not."""
     asked = "asked for" if can_ask else "and nobody to ask: lost"
-    ours = "; we read too slowly, it may be our own loss" if behind else ""
-    text = f"GAP {gap.first}→{gap.first + gap.count} ({gap.count} missing, {asked}{ours})"
-    fields = {"count": gap.count, "asked": can_ask, "own": behind}
+    why = f"; {own}" if own else ""
+    text = f"GAP {gap.first}→{gap.first + gap.count} ({gap.count} missing, {asked}{why})"
+    fields = {"count": gap.count, "asked": can_ask, "own": bool(own)}
     return Notice(gap.first, at_ns, "Gap", text, fields=fields)
 
 
-def of_lost(lost: Lost, at_ns: int, *, brief: bool) -> Notice:
-    """`brief`: its gap has said so."""
+def of_lost(lost: Lost, at_ns: int, *, brief: bool, own: str = "") -> Notice:
+    """`brief`: its gap has said so. `own`: as in `of_gap`."""
     last = lost.first + lost.count - 1
     which = f"{lost.first}" if lost.count == 1 else f"{lost.first}…{last}"
-    text = f"LOST {which} ({lost.count} that nobody has any more)"
-    return Notice(lost.first, at_ns, "Lost", text, fields={"count": lost.count}, brief=brief)
+    why = f"; {own}" if own else ""
+    text = f"LOST {which} ({lost.count} that nobody has any more{why})"
+    fields = {"count": lost.count, "own": bool(own)}
+    return Notice(lost.first, at_ns, "Lost", text, fields=fields, brief=brief)
 
 
 def of_earlier(lost: Lost, at_ns: int, why: str) -> Notice:
@@ -81,7 +86,8 @@ def of_malformed(malformed: Malformed) -> Notice:
     longest = max(message.frames, key=len, default=b"")
     text = f"MALFORMED {malformed.reason} ({_head(longest)})"
     fields = {"reason": malformed.reason, "frames": frames}
-    return Notice(None, message.at_ns, "Malformed", text, fields=fields)
+    unread = message.channel == Channel.LIVE
+    return Notice(None, message.at_ns, "Malformed", text, fields=fields, unread=unread)
 
 
 def of_undecodable(reading: Reading) -> Notice:
@@ -89,22 +95,22 @@ def of_undecodable(reading: Reading) -> Notice:
     payload, reason = reading.told.payload, reading.reason
     text = f"UNDECODABLE {reason} ({_head(payload)})"
     fields = {"reason": reason, "payload": payload.hex()}
-    return Notice(reading.seq, reading.told.at_ns, "Undecodable", text, fields=fields)
+    return Notice(reading.seq, reading.told.at_ns, "Undecodable", text, fields=fields, unread=True)
 
 
 def of_skipped(reading: Reading, skipped: Skipped) -> Notice:
     """An event that could not be read."""
     text = f"SKIPPED event {skipped.position}: {skipped.reason}"
     fields = {"position": skipped.position, "reason": skipped.reason}
-    return Notice(reading.seq, reading.told.at_ns, "Skipped", text, fields=fields)
+    return Notice(reading.seq, reading.told.at_ns, "Skipped", text, fields=fields, unread=True)
 
 
-def of_finding(finding: Finding, at_ns: int) -> Notice:
-    """What the check has found."""
+def of_finding(finding: Finding, at_ns: int, said: str | None = None) -> Notice:
+    """What the check has found. `said`: what people are told of it instead."""
     where = "" if finding.place.event is None else f" event {finding.place.event}"
     earlier = "" if finding.earlier is None else f" (earlier: {finding.earlier})"
     blocks = f" ({finding.blocks} blocks)" if finding.blocks > 1 else ""
-    text = f"{finding.rule.upper()}{where}: {finding.what}{blocks}{earlier}"
+    text = said or f"{finding.rule.upper()}{where}: {finding.what}{blocks}{earlier}"
     fields: dict[str, Any] = {
         "event": finding.place.event,
         "rule": finding.rule,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from kvevents.reading import Reading, read
 from publisher.tools.source import Capture, Source, Sources
 from publisher.tools.start import Start
 from publisher.tools.tail.filters import Filter
+from publisher.tools.tail.kept import Entry, Kept
 from publisher.tools.tail.lines import Lines
 from publisher.tools.tail.notice import (
     Notice,
@@ -30,20 +30,19 @@ from publisher.tools.tail.notice import (
     of_skipped,
     of_undecodable,
 )
-from publisher.tools.tail.stream import Entry, Stream, labels_of
+from publisher.tools.tail.stream import Stream, labels_of
 
-__all__ = ["Limits", "OutputError", "Printer", "Tail", "Writer", "streams_of"]
+__all__ = ["Limits", "Printer", "Tail", "Writer", "streams_of"]
 
 _TICK_S = 0.1
+_WATCH_S = 0.5
+"""How often it is looked at why nothing comes, where nothing else is looked at."""
+
 _FULL = 1 << 16
 """Characters or bytes that are written at once."""
 
 _SAID = frozenset(("gap", "lost", "restart", "malformed", "undecodable", "skipped", "first-seq"))
 """Rules of the check that are about what is said of the stream anyway."""
-
-
-class OutputError(Exception):
-    """Standard output cannot be written."""
 
 
 class _Writer(Protocol):
@@ -73,8 +72,9 @@ Writer = EventWriter | BatchWriter
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to end. `count`: so many events, or batches where those are written. `until`: the last seq.
-    `timeout_s`: of silence. `at_end`: once all that was there has been told.
+    """When to end. `count`: so many events, or batches where those are written; what cannot be read
+    counts, too, or it might never end. `until`: the last seq. `timeout_s`: of silence. `at_end`: once
+    all that was there has been told.
     """
 
     count: int | None = None
@@ -85,7 +85,7 @@ class Limits:
 
 
 class Printer:
-    """Text or bytes to a stream, in large pieces. Raises OutputError, and BrokenPipeError."""
+    """Text or bytes to a stream, in large pieces. Raises what the stream raises."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -110,30 +110,25 @@ class Printer:
         texts, self._texts = self._texts, []
         blobs, self._bytes = self._bytes, []
         self._size = 0
-        try:
-            if texts:
-                self._stream.write("".join(texts))
-            if blobs:
-                self._stream.buffer.write(b"".join(blobs))
-            self._stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise OutputError(error.strerror) from None
+        if texts:
+            self._stream.write("".join(texts))
+        if blobs:
+            self._stream.buffer.write(b"".join(blobs))
+        self._stream.flush()
 
 
 def streams_of(sources: Sources, start: Start | None, *, check: bool) -> list[Stream]:
     """One of each source. With `check`, each is held to the invariants."""
     streams = []
     for source, label in zip(sources.all, labels_of(sources.all), strict=True):
-        kept: deque[Entry] | None = deque() if start is not None and start.kind == "last" else None
+        kept = Kept(start.number) if start is not None and start.kind == "last" else None
         streams.append(Stream(source, label, Checker() if check else None, kept))
     return streams
 
 
 class Tail:
-    """Reads `sources` and writes what passes `chosen` with `writer`; `aside`: what is said where that
-    has no place for it.
+    """Reads `sources` and writes what passes `chosen` with `writer`. `aside`: what is said where that
+    has no place for it, with `plain`; and why nothing comes. `lines`: for the header.
     """
 
     def __init__(
@@ -148,16 +143,20 @@ class Tail:
         out: Printer,
         aside: Callable[[str], None],
         lines: Lines,
+        plain: Lines,
         notes: bool = False,
         header: bool = False,
     ) -> None:
         self._sources, self.streams = sources, streams
         self._start, self._limits, self._filter = start, limits, chosen
-        self._writer, self._out, self._aside, self._lines = writer, out, aside, lines
+        self._writer, self._out, self._aside = writer, out, aside
+        self._lines, self._plain = lines, plain
         self._notes, self._header = notes, header
         self._of = {id(one.source): one for one in streams}
         self.written = 0
         """Events, or whole batches."""
+        self._counted = 0
+        """The same, with what could not be read."""
         self._everything = chosen.open
         self._full = False
         self._keeping = any(one.kept is not None for one in streams)
@@ -190,15 +189,19 @@ class Tail:
     def _read(self, until: float) -> None:
         limits, sources = self._limits, self._sources
         looks_at_clock = limits.timeout_s is not None or limits.at_end or self._keeping
-        tick_s = min(_TICK_S, limits.timeout_s or _TICK_S) if looks_at_clock else None
+        tick_s = _TICK_S if looks_at_clock else _WATCH_S
         is_live = bool(sources.live)
-        for one in sources.steps(until, tick_s):
-            if one is not None and self._take(*one) and self._over():
+        for one in sources.steps(until, min(tick_s, limits.timeout_s or tick_s)):
+            if one is not None and self._take(*one) and self.over:
                 return
             if not is_live or isinstance(one and one[0], Capture):
                 continue
+            if one is None:
+                self._watch()
             if sources.drained:
                 self._at_rest()
+                if self.over:
+                    return
                 if limits.at_end and self._all_told():
                     break
                 self._out.flush()
@@ -209,7 +212,17 @@ class Tail:
                 break
         self.read_all = True
 
-    def _over(self) -> bool:
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for stream in self.streams:
+            if stream.watch is not None and not stream.done:
+                for text in stream.watch.look(stream.seen, now):
+                    self._out.flush()
+                    self._aside(f"kvevents tail: {text}")
+
+    @property
+    def over(self) -> bool:
+        """Whether all that was asked for was written."""
         return self._full or all(stream.done for stream in self.streams)
 
     def _all_told(self) -> bool:
@@ -259,26 +272,32 @@ class Tail:
         return False
 
     def _told(self, stream: Stream, reading: Reading, found: list[Finding]) -> None:
-        start, until = self._start, self._limits.until
+        until = self._limits.until
         if until is not None and reading.seq > until:
-            stream.done = True
+            stream.done, stream.passed = True, reading.seq
             return
-        skipping = (
-            start is not None
-            and start.kind == "seq"
-            and reading.seq < start.number
-            and not stream.batches_shown
-        )
         stream.see(reading)
-        if not skipping:
+        if not self._is_before(stream, reading.seq):
             stream.batches_shown += 1
             self._emit(stream, (reading, found))
         if until is not None and reading.seq == until:
             stream.done = True
 
+    def _is_before(self, stream: Stream, seq: int) -> bool:
+        """Whether nothing was asked for that is so early."""
+        start = self._start
+        return (
+            start is not None
+            and start.kind == "seq"
+            and seq < start.number
+            and not stream.batches_shown
+        )
+
     def _other(self, stream: Stream, arrival: Arrival, at_ns: int) -> None:
-        for notice in self._notices(stream, arrival, at_ns):
-            self._emit(stream, notice)
+        hole = arrival if isinstance(arrival, (Gap, Lost)) else None
+        if hole is None or not self._is_before(stream, hole.first + hole.count - 1):
+            for notice in self._notices(stream, arrival, at_ns):
+                self._emit(stream, notice)
         if stream.checker is not None and not isinstance(arrival, Told):
             self._findings(stream, stream.checker.other(arrival), at_ns)
 
@@ -288,24 +307,23 @@ class Tail:
         stream.find(kept)
         for one in kept:
             if self._notes or one.severity != "note":
-                self._emit(stream, of_finding(one, at_ns))
+                said = stream.unfinished if one.rule == "replay-no-end" else None
+                self._emit(stream, of_finding(one, at_ns, said))
 
     def _notices(self, stream: Stream, arrival: Arrival, at_ns: int) -> Iterator[Notice]:
         source = stream.source
         match arrival:
             case Gap():
-                stream.gaps += 1
-                stream.behind |= source.is_behind
-                stream.gap = arrival
-                yield of_gap(arrival, at_ns, can_ask=source.can_replay, behind=source.is_behind)
+                own = stream.see_gap(arrival)
+                yield of_gap(arrival, at_ns, can_ask=source.can_replay, own=own)
             case Lost() if not stream.begun:
                 yield of_earlier(arrival, at_ns, self._why_earlier(stream))
             case Lost():
-                stream.lost += arrival.count
+                own = stream.see_lost(arrival)
                 brief = not source.can_replay and stream.gap == Gap(arrival.first, arrival.count)
-                yield of_lost(arrival, at_ns, brief=brief)
+                yield of_lost(arrival, at_ns, brief=brief, own=own)
             case Restarted():
-                stream.restarts += 1
+                stream.see_restart()
                 yield of_restart(arrival, at_ns, stream.last_seq)
             case Malformed():
                 stream.malformed += 1
@@ -316,7 +334,8 @@ class Tail:
         if stream.live is None:
             return ", not in the capture"
         if not stream.live.can_replay:
-            return "; --replay-endpoint asks for their state"
+            how = "SOURCE,REPLAY" if len(self.streams) > 1 else "--replay-endpoint"
+            return f"; {how} asks for their state"
         if self._start is not None and self._start.kind == "live":
             return ""
         return ", not retained any more"
@@ -325,20 +344,9 @@ class Tail:
 
     def _emit(self, stream: Stream, entry: Entry) -> None:
         if stream.kept is not None:
-            self._keep(stream, stream.kept, entry)
+            stream.kept.add(entry)
         else:
             self._write(stream, entry)
-
-    def _keep(self, stream: Stream, kept: deque[Entry], entry: Entry) -> None:
-        """The last batches that say something, and what is between them."""
-        assert self._start is not None, "only what begins with the last batches is kept"
-        kept.append(entry)
-        if not isinstance(entry, Notice) and _says(entry[0]):
-            stream.saying += 1
-        while stream.saying > self._start.number or len(kept) > 2 * self._start.number + 100:
-            first = kept.popleft()
-            if not isinstance(first, Notice) and _says(first[0]):
-                stream.saying -= 1
 
     def _release(self, streams: Sequence[Stream]) -> None:
         """The last batches are known."""
@@ -346,9 +354,7 @@ class Tail:
         for stream in streams:
             if stream.kept is not None:
                 kept, stream.kept = stream.kept, None
-                while kept and isinstance(kept[0], tuple) and not _says(kept[0][0]):
-                    kept.popleft()
-                entries += [(_at(entry), stream, entry) for entry in kept]
+                entries += [(_at(entry), stream, entry) for entry in kept.entries()]
         self._keeping = any(one.kept is not None for one in self.streams)
         entries.sort(key=lambda one: one[0])
         for _, stream, entry in entries:
@@ -358,6 +364,8 @@ class Tail:
     def _write(self, stream: Stream, entry: Entry) -> None:
         if isinstance(entry, Notice):
             self._say(stream, entry)
+            if entry.unread:
+                self._count()
             return
         reading, found = entry
         if self._lines.needs_header(stream) and self._header:
@@ -367,8 +375,9 @@ class Tail:
         positions = range(len(events)) if everything else self._filter.choose(reading)
         writer = self._writer
         if writer.whole:
-            if positions or everything or reading.batch is None:
+            if positions or everything or reading.skipped or reading.batch is None:
                 self._out.put(writer.batch(stream, reading))  # type: ignore[union-attr]
+                self.written += 1
                 self._count()
             self._about(stream, reading, found, positions)
         elif found:
@@ -378,9 +387,10 @@ class Tail:
             writer.begin(stream, reading)  # type: ignore[union-attr]
             for at in positions:
                 put(event(at, events[at]))
+                self.written += 1
                 if self._count():
                     return
-        if reading.skipped or reading.batch is None:
+        if not self._full or writer.whole:
             self._unread(stream, reading)
 
     def _with_findings(
@@ -393,6 +403,7 @@ class Tail:
             self._out.put(self._writer.event(at, events[at]))  # type: ignore[union-attr]
             of_it = [one for one in found if one.place == (reading.seq, at)]
             self._about(stream, reading, of_it, (at,))
+            self.written += 1
             if self._count():
                 return
         shown = set(range(len(events)))
@@ -414,28 +425,27 @@ class Tail:
                 self._say(stream, of_finding(one, reading.told.at_ns))
 
     def _unread(self, stream: Stream, reading: Reading) -> None:
-        for skipped in reading.skipped:
-            self._say(stream, of_skipped(reading, skipped))
+        notices = [of_skipped(reading, skipped) for skipped in reading.skipped]
         if reading.batch is None:
-            self._say(stream, of_undecodable(reading))
+            notices.append(of_undecodable(reading))
+        for notice in notices:
+            self._say(stream, notice)
+            if not self._writer.whole and self._count():
+                return
 
     def _say(self, stream: Stream, notice: Notice) -> None:
         text = self._writer.notice(stream, notice)
         if text is None:
-            if text := self._lines.notice(stream, notice):
+            if text := self._plain.notice(stream, notice):
                 self._aside(text.rstrip("\n"))
         elif text:
             self._out.put(text)
 
     def _count(self) -> bool:
         """Whether that was the last."""
-        self.written += 1
-        self._full = self.written == self._limits.count
+        self._counted += 1
+        self._full = self._full or self._counted == self._limits.count
         return self._full
-
-
-def _says(reading: Reading) -> bool:
-    return bool(reading.events or reading.skipped or reading.batch is None)
 
 
 def _at(entry: Entry) -> int:
