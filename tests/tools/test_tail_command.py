@@ -1197,11 +1197,15 @@ def test_ctrl_c_before_anything_came() -> None:
 
 
 def test_a_publisher_that_wants_keys() -> None:
-    """It is not waited for: exit code 3, and one line that says what it is about."""
+    """It is not waited for: exit code 3, and a line that says what it is about; before it another, where
+    libzmq is hung up on a few times before it can tell.
+    """
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
         publisher.curve_publickey, publisher.curve_secretkey = zmq.curve_keypair()
         publisher.curve_server = True
         endpoint = publisher.bind(LOOPBACK).addr
         done = kvevents("tail", endpoint)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
-    assert "has refused us; --server-key" in done.stderr
+    assert (done.returncode, done.stdout) == (3, "")
+    *before, last = done.stderr.splitlines()
+    assert "has refused us; --server-key" in last
+    assert len(before) <= 1 and all("or it wants other keys" in line for line in before)

@@ -172,7 +172,7 @@ class Watch:
         return f"`{self._doctor}` says more"
 
 
-_NOBODY = "nobody listens there, or it is no PUB socket"
+_NOBODY = "nobody listens there, or it is no PUB socket, or it wants other keys"
 
 
 def _batches(count: int) -> str:
