@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zmq
 
-from publisher.config import ConfigError
-from publisher.curve import is_key
+from publisher.checks import ConfigError
+from publisher.keys import is_key
 
 __all__ = ["ClientKeys", "check_client_keys", "dial"]
 

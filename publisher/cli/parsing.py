@@ -155,7 +155,7 @@ def read_keys(options: argparse.Namespace) -> Keys:
     """Raises ValueError for files that do not hold keys, or the wrong ones."""
     if options.server_key is None and options.client_key is None:
         return None, None
-    from publisher.curve import read_public_key, read_secret_key
+    from publisher.keys import read_public_key, read_secret_key
 
     if options.server_key is None or options.client_key is None:
         raise ValueError("--server-key and --client-key: one is of no use without the other")

@@ -26,14 +26,8 @@ from kvevents.frames import (
     replay_request,
 )
 from publisher import Batch, ConfigError, Subscriber
-from publisher.curve import (
-    Guard,
-    exposure_warning,
-    is_key,
-    read_public_key,
-    read_secret_key,
-    write_keys,
-)
+from publisher.curve import Guard, exposure_warning
+from publisher.keys import is_key, read_public_key, read_secret_key, write_keys
 
 pytestmark = pytest.mark.integration
 

@@ -34,8 +34,9 @@ from kvevents.frames import (
 from kvevents.records import decode_records
 from publisher.config import SinkConfig, WorkerInfo
 from publisher.core import Core
-from publisher.curve import Guard, read_public_key, write_keys
+from publisher.curve import Guard
 from publisher.journal import Entry, Head, Journal, Kind, read_journal
+from publisher.keys import read_public_key, write_keys
 from publisher.link import (
     VERSION,
     Close,

@@ -14,7 +14,7 @@ from kvevents.follower import Malformed, Step, Told
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_request
 from kvevents.gaps import Gap, Lost
 from kvevents.message import Channel
-from publisher.curve import read_public_key, read_secret_key, write_keys
+from publisher.keys import read_public_key, read_secret_key, write_keys
 from publisher.listener import Listener, wait_for
 
 

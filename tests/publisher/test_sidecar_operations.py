@@ -39,7 +39,7 @@ from publisher_sidecar_rig import (
 from kvevents import AllBlocksCleared, decode_batch
 from publisher import Sidecar, SidecarState, Subscriber, WorkerInfo, listen, spawn
 from publisher.config import CurveConfig
-from publisher.curve import read_public_key, read_secret_key, write_keys
+from publisher.keys import read_public_key, read_secret_key, write_keys
 from publisher.link import Bound
 
 pytestmark = pytest.mark.integration

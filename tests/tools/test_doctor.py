@@ -39,8 +39,8 @@ from kvevents.frames import live_frames
 from publisher import Sidecar, WorkerInfo, spawn
 from publisher.cli import main
 from publisher.config import CurveConfig
-from publisher.curve import write_keys
 from publisher.endpoint import Endpoint
+from publisher.keys import write_keys
 from publisher.tools.doctor.reach import unreached
 
 pytestmark = pytest.mark.integration
