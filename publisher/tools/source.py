@@ -206,11 +206,12 @@ class Live(Closing):
 
 class Capture:
     """A capture that is read again. Raises ValueError, from `steps`, for a file that is none. `key`: what
-    an error calls it.
+    an error calls it. `topic`: what is of others is passed over, as if it had not been subscribed to.
     """
 
-    def __init__(self, file: Path, key: str = "SOURCE") -> None:
+    def __init__(self, file: Path, key: str = "SOURCE", *, topic: str = "") -> None:
         self.name, self.file, self._key = one_line(str(file)), file, key
+        self._topic = topic.encode()
         self.batches = 0
         """How many were read so far."""
         self.is_behind = False
@@ -283,6 +284,8 @@ class Capture:
                 while chunk := capture.read(_CHUNK):
                     self._size += len(chunk)
                     for message in reader.read(chunk):
+                        if self._topic and not _is_of(message, self._topic):
+                            continue
                         self.batches += message.is_batch
                         yield message
         except OSError as error:
@@ -299,6 +302,16 @@ class Capture:
 
     def _error(self, why: object) -> ValueError:
         return ValueError(f"{self._key}: {_cut(str(self.file))}: {why}")
+
+
+def _is_of(message: Message, topic: bytes) -> bool:
+    """Whether it is what a subscriber to `topic` has; so is an answer that says none."""
+    match message:
+        case Message(channel=Channel.LIVE, frames=[first, *_]):
+            return first.startswith(topic)
+        case Message(channel=Channel.ANSWER, frames=[b"", said, _, _] | [said, _, _]):
+            return not said or said.startswith(topic)
+    return True
 
 
 Source = Live | Capture
@@ -330,7 +343,7 @@ class Sources(Closing):
         try:
             for one in sources:
                 if isinstance(one, Path):
-                    self.all.append(Capture(one))
+                    self.all.append(Capture(one, topic=str(live.get("topic") or "")))
                 else:
                     self.all.append(Live(one, **live))  # type: ignore[arg-type]
                     self._stack.callback(self.all[-1].close)  # type: ignore[union-attr]

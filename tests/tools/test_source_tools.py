@@ -188,6 +188,33 @@ def test_captures_are_merged_by_time(tmp_path: Path) -> None:
         ]
 
 
+def test_a_topic_filters_a_capture_too(tmp_path: Path) -> None:
+    """As if no other had been subscribed to; an answer that says no topic is of the one asked."""
+
+    def said(at: int, seq: int, topic: bytes | None, channel: Channel) -> Record:
+        if channel == Channel.LIVE:
+            return at, channel, live_frames(topic or b"", seq, b"x")
+        return at, channel, replay_answer(topic, seq, b"x", delimited=seq % 2 == 0)
+
+    file = capture(
+        tmp_path / "c",
+        (1, Channel.ASKED, replay_request(0)),
+        said(2, 0, b"kv@a", Channel.ANSWER),
+        said(3, 1, b"kv@b", Channel.ANSWER),
+        said(4, 1, b"kv@a", Channel.ANSWER),
+        said(5, 2, None, Channel.ANSWER),
+        (6, Channel.ANSWER, replay_end(delimited=True)),
+        said(7, 3, b"kv@b", Channel.LIVE),
+        said(8, 3, b"kv@a@m", Channel.LIVE),
+        replay=True,
+    )
+    for topic, at in (("kv@a", [1, 2, 4, 5, 6, 8]), ("foo", [1, 5, 6]), ("", list(range(1, 9)))):
+        with Sources([file], topic=topic) as sources:
+            told = [(source, step) for source, step in filter(None, sources.steps())]
+            assert [step.message.at_ns for _, step in told] == at
+            assert sources.captures[0].batches == len(at) - 2
+
+
 def test_a_capture_ends_with_what_was_held(tmp_path: Path) -> None:
     """A hole whose replay is not in it is given up with its last message."""
     asked = 2, Channel.ASKED, replay_request(0)
