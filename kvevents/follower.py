@@ -20,6 +20,8 @@ __all__ = ["Arrival", "Follower", "Malformed", "Step", "Told"]
 
 _SEQ_BYTES = 8
 _MAX_SHOWN = 100
+_CLEARS = b"leared"
+"""In every payload with an AllBlocksCleared, or a store's `cleared`. In any other it does no harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,8 @@ class Follower:
             )
             return [Malformed(message, reason), *self._act(self._tracker.failed())]
         payload = _Payload(answer.payload, answer.topic, message.at_ns)
-        return self._act(self._tracker.replayed(answer.seq, payload))
+        clears = _CLEARS in answer.payload
+        return self._act(self._tracker.replayed(answer.seq, payload, clears=clears))
 
     def _asked(self, frames: list[bytes]) -> Iterator[Arrival]:
         """A request was made: the one that is due, or, in a capture, one that somebody wanted."""

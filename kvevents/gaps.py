@@ -6,6 +6,8 @@ G1  Delivered seqs ascend, each once, without a hole that `Lost` did not report;
     JOIN may begin anywhere, since it begins with AllBlocksCleared.
 G2  A hole is asked for before it is given up. What arrives meanwhile is held, at most `max_held`
     frames and `max_held_bytes`; beyond that the oldest go, and are asked for again.
+    A replay that comes to no end is asked for again from where it got to; one that tells the state, and so
+    gives seqs another meaning, by a JOIN.
 G3  The live stream going back to a seq it had already sent means that the publisher started over. A
     new connection may mean it too, although the seq has gone on: `reconnected` asks for the mark, a
     batch that was delivered, and what follows. If that batch is another one there, or gone, so is the
@@ -149,6 +151,8 @@ class GapTracker(Generic[P]):
         """Whether the replay under way was asked for with later frames held: for a known hole."""
         self._joining = False
         """Whether the replay under way brings the state: a JOIN, or what is asked for in place of one."""
+        self._tells_state = False
+        """Whether the answer under way does: what follows in it cannot be had by its seq."""
         self._resume: int | None = None
         """Where to go on when a JOIN after the first is not understood."""
         self._mark: tuple[int, P] | None = None
@@ -231,10 +235,11 @@ class GapTracker(Generic[P]):
             return []
         return self._next(seq, payload)
 
-    def replayed(self, seq: int, payload: P) -> list[Action[P]]:
-        """A frame came in answer to a replay."""
+    def replayed(self, seq: int, payload: P, *, clears: bool = False) -> list[Action[P]]:
+        """A frame came in answer to a replay. `clears`: it may begin to tell the state anew."""
         if self._asked is None:
             return []
+        self._tells_state = self._tells_state or clears or self._asked == JOIN
         if self._asked == JOIN:
             self._same_run = True
         elif not self._same_run:
@@ -276,7 +281,7 @@ class GapTracker(Generic[P]):
             return []
         self._failures += 1
         if self._failures < self._attempts:
-            return [self._ask(self._start_again(self._asked))]
+            return [self._ask_again(self._asked)]
         self._asked, self._failures = None, 0
         self._joining, self._diverged = False, True
         if not self._same_run:  # nor known to be in another: what was delivered may hold or not
@@ -288,19 +293,22 @@ class GapTracker(Generic[P]):
     # --------------------------------------------------------------------------------- inside
 
     def _ask(self, start: int) -> Ask:
-        self._asked, self._answers = start, 0
+        self._asked, self._answers, self._tells_state = start, 0, False
         self._sought = bool(self._held)
         self._vouched = self._expected is None
         self._joining = self._joining or start == JOIN
         return Ask(start)
 
-    def _start_again(self, asked: int) -> int:
-        """Where to ask again when the replay from `asked` came to nothing."""
+    def _ask_again(self, asked: int) -> Ask:
+        """The replay from `asked` came to nothing, or not to its end."""
+        if self._tells_state and self._same_run:
+            self._expected, self._resume = None, self._expected
+            return self._ask(JOIN)
         if self._expected is None:
-            return asked
+            return self._ask(asked)
         if self._same_run or self._mark is None:
-            return self._expected
-        return self._mark[0]
+            return self._ask(self._expected)
+        return self._ask(self._mark[0])
 
     def _compare(self, seq: int, payload: P) -> list[Action[P]]:
         """An answer's frame tells which run it is of (G3)."""

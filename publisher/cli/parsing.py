@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from publisher.checks import check_text, one_line
+from publisher.checks import check_text, one_line, shown
+from publisher.tools.likeness import did_you_mean
 
 if TYPE_CHECKING:
     from publisher.tools.source import Address
@@ -45,6 +47,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")  # no option: -5, and -30s as well
 
     def format_help(self) -> str:
         more = "" if self.names is None else f"\n{self.names()}\n"
@@ -58,6 +61,24 @@ class Parser(argparse.ArgumentParser):
         if action.option_strings and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "'--' cannot be its value")
         return super()._get_values(action, arg_strings)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """With what may have been meant, where a choice is mistyped."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            likely = did_you_mean(str(value), map(str, action.choices or ()))
+            if not isinstance(action, argparse._SubParsersAction):
+                raise argparse.ArgumentError(action, f"{error.message}{likely}") from None
+            text = f"{shown(value)} is no command{likely or '; kvevents --help lists them'}"
+            raise argparse.ArgumentError(None, text) from None
+
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        """What was left when all that can be read was: options that there are none of, or words."""
+        known = [option for one in self._actions for option in one.option_strings]
+        first = unknown[0].partition("=")[0]
+        likely = did_you_mean(first, known) if first.startswith("-") else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{likely}")
 
 
 class Version(argparse.Action):
@@ -111,9 +132,7 @@ def read_sources(options: argparse.Namespace) -> list[Address | Path]:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """When to end."""
-    parser.add_argument(
-        "--for", dest="for_s", type=float, metavar="SECONDS", help="end after so long"
-    )
+    parser.add_argument("--for", dest="for_s", type=float, metavar="S", help="end after S seconds")
     parser.add_argument("-n", "--count", type=int, metavar="N", help="end after N batches")
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from publisher.tools.start import Start
     from publisher.tools.tail.lines import Lines
     from publisher.tools.tail.stream import Stream
-    from publisher.tools.tail.tail import Limits, Writer
+    from publisher.tools.tail.tail import Limits, Tail, Writer
 
 __all__ = ["add_options", "run"]
 
@@ -58,6 +58,8 @@ examples:
 the last N batches: --from -N --exit-at-end
 -n counts events that are printed; one that cannot be read is one, too, and so
 is a batch of which nothing can be read. With -o raw and hex it counts batches.
+A clear is of every medium. With --hash, --token-prefix and --lora it is shown
+only where blocks that they ask for were stored since the clear before.
 
 letters for --format (and \\n, \\t, \\r, \\0, \\\\ and %%; %8e is right-aligned in 8
 columns, %-8e left-aligned):
@@ -96,7 +98,9 @@ def add_options(parser: Parser) -> None:
         action="store_true",
         help="end once all there is was told; without it, more is waited for",
     )
-    where.add_argument("--timeout", type=float, metavar="S", help="end after S seconds of silence")
+    where.add_argument(
+        "--timeout", type=float, metavar="S", help="end once nothing was shown for S seconds"
+    )
     where.add_argument("--for", dest="for_s", type=float, metavar="S", help="end after S seconds")
     _add_filters(parser)
     _add_output(parser)
@@ -115,12 +119,15 @@ def _add_filters(parser: Parser) -> None:
         help="GPU, CPU_PINNED, DISK, EXTERNAL; or device, host, cpu, storage, remote",
     )
     only.add_argument(
-        "--hash", metavar="HASH", help="a block's or parent's: first hex digits, or the number"
+        "--hash",
+        metavar="HASH",
+        help="a block's or parent's: first hex digits, as shown, or the number",
     )
     only.add_argument(
         "--token-prefix",
         metavar="IDS",
-        help="blocks of this prompt, and of all that go on from it; their stores must have been seen",
+        help="blocks of this prompt, and of all that go on from it; their stores must have been seen."
+        " 1,2,3 or '1 2 3' or '[1, 2, 3]'",
     )
     only.add_argument("--lora", metavar="NAME", help="blocks of these adapters")
     only.add_argument("--rank", metavar="N", help="of these data-parallel ranks")
@@ -214,9 +221,11 @@ def run(options: argparse.Namespace) -> int:
         )
         tail.run()
         damaged = tail.read_all and _say_torn(streams)
-        came = _say_silent(streams, options, over=tail.over)
+        came = _say_silent(streams, options, tail)
     if came and not options.quiet:
-        for line in footer(streams, tail.seconds, None if chosen.open else tail.written):
+        asked = chosen.given if options.count is None else (*chosen.given, "count")
+        whole = options.output in ("raw", "hex")
+        for line in footer(streams, tail.seconds, written=tail.written, whole=whole, asked=asked):
             say(line)
     if damaged:
         return FINDINGS
@@ -346,25 +355,31 @@ def _say_torn(streams: Sequence[Stream]) -> bool:
     return any(capture.damaged is not None for _, capture in captures)
 
 
-def _say_silent(streams: Sequence[Stream], options: argparse.Namespace, *, over: bool) -> bool:
-    """Name sources of which nothing came, and, unless it was `over`, what came and was not shown. Returns
-    whether anything came at all.
+def _say_silent(streams: Sequence[Stream], options: argparse.Namespace, tail: Tail) -> bool:
+    """Name sources of which nothing came, and, unless it was over, what came and was not shown; of what
+    it ended before, nothing can be said. Returns whether anything came at all.
     """
+    came = any(one.begun for one in streams)
+    is_early = came and (tail.full or not tail.read_all)
     for one in streams:
         live, watch = one.live, one.watch
         name = one.source.name if live is None else live.address.endpoint
         if one.passed is not None and not one.batches_shown:
             text = f"nothing of {name}: it goes on with seq {one.passed}, and --until is {options.until}"
         elif one.last_seq is not None and not one.batches_shown:
+            if is_early and live is None:
+                continue
             text = f"nothing of {name}: it has come to seq {one.last_seq}, and --from is {options.start}"
         elif one.begun:
-            if watch is None or not one.seen.held or over:
+            if watch is None or not one.seen.held or tail.over:
                 continue
             text = f"not all of {name}: {watch.waited(one.seen)}"
+        elif is_early and not one.refused:
+            continue
         else:
             seconds = options.timeout if options.timeout is not None else options.for_s
             after = f" in {seconds:g} s" if live is not None and seconds is not None else ""
             why = "" if watch is None else f": {watch.why(one.seen)}"
             text = f"nothing came from {name}{after}{why}"
         say(f"kvevents tail: {text}")
-    return any(one.begun for one in streams)
+    return came

@@ -94,15 +94,15 @@ def test_events_as_text() -> None:
     """A line for each event: time, seq, kind, medium, how many blocks, the first one, its parent, how
     many tokens, and the namespace where there is one.
     """
-    stored = BlockStored([1 << 16, 2], None, [1, 2, 3, 4], 2, medium=GPU)
+    stored = BlockStored([1 << 60, 2], None, [1, 2, 3, 4], 2, medium=GPU)
     child = BlockStored([-1], 2, [5, 6], 2, medium=CPU, lora_name="ad", cache_salt="s")
     assert text(reading(stored, child, BlockRemoved([2], CPU), AllBlocksCleared())) == [
-        ["7", "stored", "GPU", "2", "000000000001", "←", "start", "4"],
+        ["7", "stored", "GPU", "2", "100000000000", "←", "start", "4"],
         [
-            *("7", "stored", "CPU_PINNED", "1", "ffffffffffff", "←", "000000000000", "2"),
+            *("7", "stored", "CPU_PINNED", "1", "ffffffffffff", "←", "000000000002", "2"),
             *("lora_name='ad'", "cache_salt='s'"),
         ],
-        ["7", "removed", "CPU_PINNED", "1", "000000000000"],
+        ["7", "removed", "CPU_PINNED", "1", "000000000002"],
         ["7", "cleared"],
     ]
 
@@ -123,7 +123,7 @@ def test_columns_stay_within_80() -> None:
 
 def test_more_is_on_the_same_line() -> None:
     """-v: block size, topic, whether it is replayed, all hashes, the first tokens; -vv: all of them."""
-    stored = BlockStored([1 << 16, 2 << 16], None, list(range(20)), 10, medium=GPU, group_idx=1)
+    stored = BlockStored([1, 2], None, list(range(20)), 10, medium=GPU, group_idx=1)
     (line,) = text(reading(stored, topic=b"kv\x1b"), verbose=1)
     for part in ("size=10", "topic=kv\\x1b", "replayed", "group_idx=1"):
         assert part in line
@@ -207,8 +207,13 @@ def test_what_is_wrong_as_text() -> None:
     )
     assert Lines([stream()], PLAIN, 0).notice(stream(), of_lost(Lost(3, 2), 0, brief=True)) == ""
     assert said(of_restart(Restarted(0), 0, 9)) == "     0 RESTART seq 9→0 of the publisher"
-    assert said(of_earlier(Lost(0, 1), 0, "")) == "     0 1 batch came before"
-    assert said(of_earlier(Lost(5, 9), 0, ", gone")) == "     5 9 batches came from 5 on, gone"
+    assert said(of_earlier(Lost(0, 1), 0, "")) == "       before this: 1 batch (seq 0)"
+    assert (
+        said(of_earlier(Lost(5, 1009), 0, ", gone"))
+        == "       before this: 1,009 batches (seq 5…1013), gone"
+    )
+    earlier = Lines([stream()], PLAIN, 0).notice(stream(), of_earlier(Lost(0, 1), 0, ""))
+    assert earlier.startswith(" " * 20 + "before"), "no time and no seq, which are later ones"
     bad = read(Told(8, b"\xc1" * 40, replayed=False))
     assert said(of_undecodable(bad)).startswith("     8 UNDECODABLE payload: ")
     assert said(of_undecodable(bad)).endswith(f"({'c1' * 16}…)")
@@ -328,13 +333,13 @@ def formatted(template: str, *events: Event) -> str:
 
 def test_a_format_of_ones_own() -> None:
     """Letters and escapes; a line end where there is none; `-` for what there is none of."""
-    stored = BlockStored([1 << 16, b"\2" * 8], -1, [5, 6], 1, medium=GPU, lora_name="a\x1bd")
+    stored = BlockStored([1, b"\2" * 8], -1, [5, 6], 1, medium=GPU, lora_name="a\x1bd")
     line = formatted("%w %r %s %i %e %m %n %h %p %b %c %k %l %S %y", stored)
     assert line == "w 3 7 0 stored GPU 2 000000000001 ffffffffffff 1 2 5,6 a\\x1bd - replayed\n"
-    assert formatted(r"%H\t%P\\%%", stored) == "65536,0202020202020202\t-1\\%\n"
+    assert formatted(r"%H\t%P\\%%", stored) == "1,0202020202020202\t-1\\%\n"
     assert formatted(r"%T %a\0", stored) == "1.5 2.500000\0"
     assert formatted("%e %m %n %h %k\\n", BlockRemoved([2], CPU), AllBlocksCleared()) == (
-        "removed CPU_PINNED 1 000000000000 -\ncleared - 0 - -\n"
+        "removed CPU_PINNED 1 000000000002 -\ncleared - 0 - -\n"
     )
     for letter in LETTERS:
         assert formatted(f"%{letter}", stored, AllBlocksCleared()).count("\n") == 2

@@ -92,12 +92,12 @@ def store(first: int, count: int = 1, parent: int | None = None, **fields: Any) 
     """Blocks of 4 tokens, named and filled after their number."""
     tokens = range(first * 4, (first + count) * 4)
     told: dict[str, Any] = {"token_ids": list(tokens), "block_size": 4, "medium": GPU} | fields
-    hashes: list[int | bytes] = [one << 16 for one in range(first, first + count)]
-    return BlockStored(hashes, None if parent is None else parent << 16, **told)
+    hashes: list[int | bytes] = list(range(first, first + count))
+    return BlockStored(hashes, parent, **told)
 
 
 def gone(*blocks: int, medium: StorageMedium | None = GPU) -> BlockRemoved:
-    return BlockRemoved([one << 16 for one in blocks], medium)
+    return BlockRemoved(list(blocks), medium)
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_a_capture_that_begins_late_has_no_false_findings(tmp_path: Path) -> Non
     scene.live(50, store(2, parent=1), gone(99))
     scene.live(51, store(3, parent=2))
     assert texts(scene.file, "--strict") == [
-        "     0 50 batches came before, not in the capture",
+        "       before this: 50 batches (seq 0…49), not in the capture",
         "    50 stored  GPU             1 000000000002 ← 000000000001      4",
         "    50 removed GPU             1 000000000063",
         "    51 stored  GPU             1 000000000003 ← 000000000002      4",
@@ -348,7 +348,7 @@ def test_filters_of_a_capture(plain: Path, troubled: Path) -> None:
     only with it.
     """
     assert seqs(plain, "--event", "removed", "--medium", "GPU") == [5, 6, 7]
-    assert seqs(plain, "--hash", "000000000003") == [0, 2, 5], "a clear is of every block"
+    assert seqs(plain, "--hash", "000000000003") == [2, 5], "nothing of it is there to be cleared"
     assert seqs(plain, "--lora", "ad", "--event", "stored,removed") == [3, 6]
     assert seqs(plain, "--token-prefix", "4,5,6,7,8", "--event", "stored") == [1, 2, 2]
     assert seqs(plain, "--rank", "1") == []
@@ -356,8 +356,59 @@ def test_filters_of_a_capture(plain: Path, troubled: Path) -> None:
     assert kinds == [
         *("cleared", "UNDECODABLE", "cleared", "SKIPPED", "MALFORMED", "GAP", "RESTART", "cleared")
     ]
-    _, _, said = tail(str(plain), "--event", "cleared")
-    assert "; 1 shown" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "there"),
+    [
+        ([], None, None),
+        (["--event", "cleared"], "1 shown", None),
+        (["-n", "3"], "3 shown", None),
+        (["-n", "9"], "9 shown", None),
+        (["--from", "-2"], "3 shown", None),
+        (["--from", "5"], "4 shown", None),
+        (["-o", "hex", "-n", "2"], "2 shown", None),
+        (["--rank", "3"], "0 shown", "rank 0"),
+        (["--medium", "disk", "--event", "stored"], "0 shown", "medium CPU_PINNED, GPU"),
+        (["--lora", "sql"], "0 shown", "adapter 'ad'"),
+        (["--lora", "x", "--rank", "7"], "0 shown", "rank 0; adapter 'ad'"),
+        (["--hash", "abc"], "0 shown", None),
+    ],
+)
+def test_the_summary_says_how_much_was_shown(
+    plain: Path, options: list[str], line: str | None, there: str | None
+) -> None:
+    """Unless it was all; and where nothing was, what there was of what was asked for."""
+    _, out, err = tail(str(plain), *options)
+    shown = [text for text in err.splitlines() if text.endswith(" shown")]
+    assert [text.rpartition("; ")[2] for text in shown] == ([line] if line else [])
+    assert all(text.startswith("batches" if "hex" in options else "events") for text in shown)
+    filters = [text for text in err.splitlines() if text.startswith("filters")]
+    assert filters == ([f"filters  nothing passed; there was {there}"] if there else [])
+    assert out or line == "0 shown"
+
+
+def test_many_names_of_a_stranger_are_a_few(tmp_path: Path) -> None:
+    """What there was is listed, shortened, and harmless."""
+    scene = Scene(tmp_path / "many.capture")
+    for seq in range(40):
+        scene.live(seq, store(seq, lora_name=f"\x1b{seq:02}\n" + "x" * 999), rank=seq)
+    _, _, err = tail(str(scene.file), "--lora", "sql", "--rank", "77")
+    (line,) = [text for text in err.splitlines() if text.startswith("filters")]
+    assert "rank 0, 1, 2, 3," in line and line.count(" and others") == 2
+    assert line.isprintable() and len(line) < 3000
+
+
+def test_a_source_that_was_not_reached(plain: Path, tmp_path: Path) -> None:
+    """That nothing came is said of what was read, and not of what -n has left unread."""
+    later = Scene(tmp_path / "later.capture")
+    later._at += 10**12
+    later.live(0, AllBlocksCleared())
+    empty = Scene(tmp_path / "empty.capture")
+    assert tail(str(plain), str(later.file), "-n", "2", "-q")[2] == ""
+    assert tail(str(plain), str(empty.file), "tcp://127.0.0.1:9", "-n", "2", "-q")[2] == ""
+    _, _, err = tail(str(plain), str(empty.file), "-q")
+    assert err == f"kvevents tail: nothing came from {empty.file}\n"
 
 
 def test_ranks_have_a_column(tmp_path: Path) -> None:
@@ -580,6 +631,8 @@ def test_a_damaged_capture_is_a_finding(plain: Path, tmp_path: Path, options: li
         (["--format", "%Q"], "--format: '%Q' is none of"),
         (["--format", "%s", "-o", "json"], "--format: it is of no use with -o json"),
         (["--event", "x"], "--event: 'x' is not stored"),
+        (["--from", "-30s"], "--from: '-30s' is not state"),
+        (["--token-prefix", "-1x"], "--token-prefix: token 0: '-1x' is not an int"),
         (["--from", "5", "--until", "4"], "--until: 4 is before --from 5"),
         (["--for", "0"], "--for: 0.0 is not above 0"),
     ],
@@ -805,6 +858,34 @@ def test_endings(worker: Worker) -> None:
     assert {json.loads(line)["seq"] for line in done.stdout.splitlines()} == {1, 2}
 
 
+@pytest.mark.parametrize("options", [["--medium", "EXTERNAL"], ["--from", "999999"]])
+def test_what_is_not_shown_is_silence(options: list[str]) -> None:
+    """--timeout ends a tail of a busy stream that shows nothing."""
+    over = threading.Event()
+    with RawPublisher() as publisher:
+        source = publisher.endpoint
+        if "--from" in options:
+            source += f",{publisher.replay_endpoint}"
+
+        def publish() -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            for seq in itertools.count():
+                if over.wait(0.02) or time.monotonic() > deadline:
+                    return
+                publisher.live(seq, *([store(seq)] if seq % 2 else []))
+                if publisher.router.poll(0):
+                    publisher.end(publisher.request()[0])
+
+        thread = publishing(publisher, publish)
+        code, out, err = tail(source, *options, "--timeout", "1")
+        was_busy = thread.is_alive()
+        over.set()
+        thread.join()
+    assert (code, was_busy) == (0, True)
+    assert " stored " not in out
+    assert "0 shown" in err
+
+
 def test_every_beginning_and_every_end(worker: Worker) -> None:
     """Each --from with each of -n, --until and --exit-at-end on a stream that goes on: it ends by itself,
     where it should; and prints no event twice or out of order.
@@ -893,7 +974,7 @@ def test_joining_without_a_replay_endpoint_is_no_loss() -> None:
         thread.join()
     assert (done.returncode, done.stderr) == (0, "")
     assert [line[13:] for line in done.stdout.splitlines()] == [
-        "     0 5 batches came before; --replay-endpoint asks for their state",
+        "       before this: 5 batches (seq 0…4); --replay-endpoint asks for their state",
         "     5 cleared",
         "     6 GAP 6→8 (2 missing, and nobody to ask: lost)",
         "     8 cleared",
@@ -927,7 +1008,7 @@ def test_an_engine_that_retains_no_more_than_the_last() -> None:
         thread.join()
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line[13:] for line in done.stdout.splitlines()]
-    assert lines[0] == "     0 40 batches came before, not retained any more"
+    assert lines[0] == "       before this: 40 batches (seq 0…39), not retained any more"
     assert [line.split()[0] for line in lines[1:]] == ["40", "41", "42"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from kvevents import (
     StorageMedium,
     block_hashes,
 )
+from kvevents.events import _ALIASES
 from kvevents.follower import Told
 from kvevents.hashing import canonical_hash
 from kvevents.reading import Reading
 from publisher.tools.tail.filters import Filter, parse_filter
+from publisher.tools.tail.lines import short_hash
 
 GPU, CPU, DISK, EXTERNAL = StorageMedium
 
@@ -96,7 +99,11 @@ def test_a_hash_by_its_digits_or_its_number(value: int, digits: int) -> None:
     bits = value & 2**64 - 1
     short = f"{bits:016x}"[:digits]
     digest = b"\7" * 24 + bits.to_bytes(8, "big")
-    for text in (short, short.upper(), str(value), str(canonical_hash(value))):
+    shown = short_hash(value)
+    names = (shown, shown[:digits], f"0x{shown}", str(value), str(canonical_hash(value)))
+    if digits == len(shown):  # which are those of another, if they are not shown so
+        short = shown
+    for text in (short, short.upper(), *names):
         for event in (store(value), store(5, parent=value), BlockRemoved([4, value])):
             assert chosen(parse_filter(hash_=text), event) == [0]
     assert chosen(parse_filter(hash_=f"07070707,{short}"), store(digest)) == [0]
@@ -171,15 +178,18 @@ def test_an_adapter_and_the_removals_of_its_blocks() -> None:
     [
         ("event", "stored,lost", "--event: 'lost' is not stored, removed or cleared"),
         ("event", "", "--event: ''"),
-        ("medium", "TAPE", "--medium: 'TAPE' is none of GPU, CPU_PINNED, DISK, EXTERNAL"),
+        ("medium", "TAPE", "--medium: 'TAPE' is none of GPU (device), CPU_PINNED ("),
         ("medium", "", "--medium: ''"),
         ("hash_", "xyz", "--hash: 'xyz' is neither"),
         ("hash_", "", "--hash: ''"),
         ("hash_", "12,", "--hash: ''"),
         ("hash_", str(-(2**63) - 1), "--hash: "),
-        ("token_prefix", "1,,2", "--token-prefix: '' is not in 0..4294967295"),
-        ("token_prefix", str(2**32), "--token-prefix: '4294967296'"),
-        ("token_prefix", "-1", "--token-prefix: '-1'"),
+        ("token_prefix", "", "--token-prefix: there is no token"),
+        ("token_prefix", "1,x", "--token-prefix: token 1: 'x' is not an int"),
+        ("token_prefix", "@FILE", "--token-prefix: token 0: '@FILE' is not an int"),
+        ("token_prefix", "[1, 2", "--token-prefix: no JSON: "),
+        ("token_prefix", str(2**32), "--token-prefix: token 0: 4294967296 is not in 0..4294967295"),
+        ("token_prefix", "-1", "--token-prefix: token 0: -1 is not in 0..4294967295"),
         ("token_prefix", "٣", "--token-prefix: "),
         ("rank", "x", "--rank: 'x' is not in 0..2147483647"),
     ],
@@ -188,7 +198,64 @@ def test_a_filter_that_cannot_be(option: str, text: str, said: str) -> None:
     """ValueError names option, value and bound."""
     with pytest.raises(ValueError, match=r"^--") as error:
         parse_filter(**{option: text})
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_all_words_for_a_medium_are_said() -> None:
+    """The error has all that are understood, and each is what it is said to be."""
+    with pytest.raises(ValueError, match="--medium") as error:
+        parse_filter(medium="HBM")
+    said = re.findall(r"(\w+) \(([\w, ]+)\)", str(error.value).partition("none of ")[2])
+    words = {other: name for name, others in said for other in (name, *others.split(", "))}
+    for word, name in words.items():
+        event = store(1, medium=StorageMedium(name))
+        assert chosen(parse_filter(medium=word), event) == [0]
+    understood = {word.lower() for word in _ALIASES if word} | {"host"}
+    assert {word.lower() for word in words} == understood
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "1 2 3", "[1, 2, 3]", "[1,2,3]", " 1, 2,3 "])
+def test_tokens_as_people_have_them(text: str) -> None:
+    """As `state --tokens` takes them."""
+    by = parse_filter(token_prefix=text)
+    assert chosen(
+        by, store(1, tokens=[1, 2, 3, 4], size=4), store(2, tokens=[1, 2, 4], size=3)
+    ) == [0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"hash_": "0000000000ab"}, {"lora": "sql"}, {"token_prefix": "1,2"}]
+)
+def test_a_clear_of_what_is_asked_for(options: dict[str, str]) -> None:
+    """Where blocks are asked for, it is shown if one of them was stored since the clear before, by this
+    rank of this source; under --medium, always; under --event, if that names it.
+    """
+    mine = store(0xAB, tokens=[1, 2], lora="sql", size=2)
+    other, clear = store(0xCD, tokens=[2, 2], size=2), AllBlocksCleared()
+    by = parse_filter(**options)
+    assert chosen(by, clear, other, clear, mine, other, clear, clear) == [3, 5]
+    assert chosen(by, mine) == [0]
+    assert chosen(by, clear, rank=1) == []
+    told = Reading(Told(0, b"", replayed=False), KVEventBatch(1.0, [clear], 0))
+    assert by.choose(told, "another") == []
+    assert chosen(by, clear) == [0]
+    assert chosen(parse_filter(**options, medium="cpu"), mine, clear) == []
+    assert chosen(parse_filter(**options, medium="gpu"), clear, mine, clear) == [1, 2]
+    assert chosen(parse_filter(**options, event="stored"), mine, clear) == [0]
+    assert chosen(parse_filter(**options, event="cleared"), clear, mine, clear) == [2]
+    assert chosen(parse_filter(medium="disk"), clear, mine, clear) == [0, 2]
+
+
+def test_no_two_small_hashes_look_alike() -> None:
+    """Engines that count their blocks: each has a name of its own, and is found by it alone."""
+    hashes = [0, 1, 2, 255, 2**16 - 2, 2**16 - 1, 2**31, 2**47]
+    assert len({short_hash(one) for one in hashes}) == len(hashes)
+    assert {len(short_hash(one)) for one in (*hashes, -1, 2**48, 2**63)} == {12}
+    assert (short_hash(77), short_hash(0xABCDEF0123456789)) == ("00000000004d", "abcdef012345")
+    for one in hashes:
+        by = parse_filter(hash_=short_hash(one), event="stored")
+        found = [hashes[at] for at in chosen(by, *map(store, hashes))]
+        assert found == [one]
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -15,12 +15,15 @@ from kvevents.events import (
 )
 from kvevents.hashing import canonical_hash
 from kvevents.reading import Reading
-from kvevents.tokens import MAX_TOKEN
 from publisher.checks import shown
+from publisher.tools.fleet.prompt import parse_tokens
+from publisher.tools.tail.lines import short_hash
 
 __all__ = ["Filter", "HashPattern", "parse_filter"]
 
 _BITS = 2**64 - 1
+_SHORT = 12
+"""Digits of `short_hash`: so many are those of a hash as it was shown, and of no other."""
 _KINDS: dict[str, type[Event]] = {
     "stored": BlockStored,
     "removed": BlockRemoved,
@@ -31,6 +34,10 @@ _KINDS: dict[str, type[Event]] = {
 }
 _OUR_WORDS = {"host": StorageMedium.CPU}
 """Of a medium, besides those that `StorageMedium` understands."""
+_MEDIA = (
+    "GPU (device), CPU_PINNED (cpu, host, cpu_tier1), DISK (storage, nvme, cpu_tier2),"
+    " EXTERNAL (remote, network, shared)"
+)
 _MOST = 1 << 18
 """Blocks that are remembered, so that their removal is shown too; the oldest are forgotten."""
 
@@ -49,7 +56,9 @@ class HashPattern:
             return True
         if not self.digits:
             return False
-        if f"{bits:016x}".startswith(self.digits):
+        if short_hash(bits).startswith(self.digits):
+            return True
+        if len(self.digits) != _SHORT and f"{bits:016x}".startswith(self.digits):
             return True
         return isinstance(value, bytes) and value.hex().startswith(self.digits)
 
@@ -106,7 +115,8 @@ class _Prefix:
 
 
 class Filter:
-    """Events that are all of what is given; None: any. A clear is about every medium, block and adapter.
+    """Events that are all of what is given; None: any. A clear is of every medium. Where blocks are asked
+    for, by hash, prompt or adapter, it passes if one of them was stored since the clear before.
 
     Stateful: it is shown every batch, in order, for a removal does not say whose block it was.
     """
@@ -125,32 +135,50 @@ class Filter:
         self._prefix = None if token_prefix is None else _Prefix(token_prefix)
         self._loras, self._ranks = loras, ranks
         self._adapted = _Blocks()
+        self._holders: set[tuple[str, int]] = set()
+        """Sources and ranks that have stored something of what is asked for since their last clear."""
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """What is asked for, by the names of the options."""
+        parts = {
+            "event": self._kinds,
+            "medium": self._media,
+            "hash": self._hashes,
+            "token-prefix": self._prefix,
+            "lora": self._loras,
+            "rank": self._ranks,
+        }
+        return tuple(name for name, part in parts.items() if part is not None)
 
     @property
     def open(self) -> bool:
         """Whether everything passes."""
-        return (
-            self._kinds is None
-            and self._media is None
-            and self._hashes is None
-            and self._prefix is None
-            and self._loras is None
-            and self._ranks is None
-        )
+        return not self.given
 
-    def choose(self, reading: Reading) -> list[int]:
+    def choose(self, reading: Reading, source: str = "") -> list[int]:
         """The positions of those that pass."""
         events = reading.events
         if self._ranks is not None and reading.rank not in self._ranks:
             return []
-        return [at for at, event in enumerate(events) if self._passes(event)]
+        holder = source, reading.rank
+        return [at for at, event in enumerate(events) if self._passes(event, holder)]
 
-    def _passes(self, event: Event) -> bool:
+    def _passes(self, event: Event, holder: tuple[str, int]) -> bool:
+        passes = self._clears(holder) if isinstance(event, AllBlocksCleared) else self._has(event)
+        if passes and isinstance(event, BlockStored):
+            self._holders.add(holder)
+        return passes and (self._kinds is None or type(event) in self._kinds)
+
+    def _clears(self, holder: tuple[str, int]) -> bool:
+        """Whether a clear takes what is asked for."""
+        held = holder in self._holders
+        self._holders.discard(holder)
+        return held or (self._hashes is None and self._prefix is None and self._loras is None)
+
+    def _has(self, event: BlockStored | BlockRemoved) -> bool:
+        """Whether it is about blocks that are asked for, where they are."""
         ours = self._is_ours(event)  # first of all: it remembers
-        if self._kinds is not None and type(event) not in self._kinds:
-            return False
-        if isinstance(event, AllBlocksCleared):
-            return True
         if self._media is not None and not (
             medium_of(event) in self._media
             or (isinstance(event, BlockRemoved) and event.medium is None)
@@ -158,7 +186,7 @@ class Filter:
             return False
         return ours and (self._hashes is None or self._has_hash(event, self._hashes))
 
-    def _is_ours(self, event: Event) -> bool:
+    def _is_ours(self, event: BlockStored | BlockRemoved) -> bool:
         """Whether its blocks are of the prompt, and of the adapter."""
         prefix, loras = self._prefix, self._loras
         if prefix is None and loras is None:
@@ -172,12 +200,10 @@ class Filter:
             for block in event.block_hashes:
                 self._adapted.put(block, 0)
             return begins
-        if isinstance(event, BlockRemoved):
-            hashes = event.block_hashes
-            return (prefix is None or prefix.has_any(hashes)) and (
-                loras is None or self._adapted.has_any(hashes)
-            )
-        return True
+        hashes = event.block_hashes
+        return (prefix is None or prefix.has_any(hashes)) and (
+            loras is None or self._adapted.has_any(hashes)
+        )
 
     @staticmethod
     def _has_hash(event: BlockStored | BlockRemoved, patterns: Sequence[HashPattern]) -> bool:
@@ -202,14 +228,14 @@ def parse_filter(
     lora: str | None = None,
     rank: str | None = None,
 ) -> Filter:
-    """That of the options of these names, each a list with commas. Raises ValueError."""
+    """That of the options of these names, each a list with commas; tokens as `parse_tokens` has them.
+    Raises ValueError.
+    """
     return Filter(
         kinds=None if event is None else frozenset(map(_kind, event.split(","))),
         media=None if medium is None else frozenset(map(_medium, medium.split(","))),
         hashes=None if hash_ is None else [_pattern(one) for one in hash_.split(",")],
-        token_prefix=None
-        if token_prefix is None
-        else [_int("--token-prefix", one, MAX_TOKEN) for one in token_prefix.split(",")],
+        token_prefix=None if token_prefix is None else parse_tokens("--token-prefix", token_prefix),
         loras=None if lora is None else frozenset(lora.split(",")),
         ranks=None
         if rank is None
@@ -227,8 +253,7 @@ def _medium(text: str) -> StorageMedium:
     try:
         return _OUR_WORDS.get(text.lower()) or StorageMedium(text or "?")
     except ValueError:
-        known = ", ".join(StorageMedium)
-        raise ValueError(f"--medium: {shown(text)} is none of {known}") from None
+        raise ValueError(f"--medium: {shown(text)} is none of {_MEDIA}") from None
 
 
 def _pattern(text: str) -> HashPattern:

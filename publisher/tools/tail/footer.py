@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
+from publisher.checks import shown
 from publisher.tools.tail.stream import Stream
 
 __all__ = ["footer"]
 
 
-def footer(streams: Sequence[Stream], seconds: float, shown: int | None) -> Iterator[str]:
-    """Lines for people. `seconds`: of the run; of captures alone their own time is what counts. `shown`:
-    how many events were; None: all of them.
+_NAMES = 16
+"""That are listed of what there was."""
+
+
+def footer(
+    streams: Sequence[Stream],
+    seconds: float,
+    *,
+    written: int,
+    whole: bool,
+    asked: Collection[str],
+) -> Iterator[str]:
+    """Lines for people. `seconds`: of the run; of captures alone their own time is what counts.
+    `written`: how many events were shown, or batches, where those are shown `whole`. `asked`: the options
+    that leave something out.
     """
 
     def of(name: str) -> int:
@@ -29,18 +43,42 @@ def footer(streams: Sequence[Stream], seconds: float, shown: int | None) -> Iter
         for count, word in ((of("replayed"), "replayed"), (of("empty"), "empty"))
         if count
     )
+    only = f"; {written:,} shown" if asked or written != (batches if whole else events) else ""
     yield (
         f"batches  {batches:,} in {_seconds(seconds)}{_rate(batches, seconds)}"
-        f", {_size(of('bytes'))}{f'; {how}' if how else ''}"
+        f", {_size(of('bytes'))}{f'; {how}' if how else ''}{only if whole else ''}"
     )
     kinds = ", ".join(f"{of(name):,} {name}" for name in ("stored", "removed", "cleared"))
-    only = "" if shown is None else f"; {shown:,} shown"
-    yield f"events   {events:,}{_rate(events, seconds)}: {kinds}{only}"
+    yield f"events   {events:,}{_rate(events, seconds)}: {kinds}{'' if whole else only}"
+    if events and not written and (there := _there(streams, asked)):
+        yield f"filters  nothing passed; there was {there}"
     yield f"blocks   {of('blocks_stored'):,} stored, {of('blocks_removed'):,} removed"
     yield f"trouble  {_troubles(streams)}"
     for one in streams:
         name = "form" if len(streams) == 1 else one.label
         yield f"{name:<8} {_form(one)}"
+
+
+def _there(streams: Sequence[Stream], asked: Collection[str]) -> str:
+    """Of what was asked for, all that could have been."""
+    parts = []
+    if "rank" in asked:
+        parts.append(f"rank {_list({str(rank) for rank in _all(streams, 'ranks')}, key=int)}")
+    if "medium" in asked:
+        parts.append(f"medium {_list(_all(streams, 'media'))}")
+    if "lora" in asked:
+        parts.append(f"adapter {_list({shown(name) for name in _all(streams, 'loras')})}")
+    return "; ".join(parts)
+
+
+def _all(streams: Sequence[Stream], name: str) -> set[Any]:
+    return {one for stream in streams for one in getattr(stream, name)}
+
+
+def _list(names: set[str], key: Callable[[str], Any] | None = None) -> str:
+    first = sorted(names, key=key)[:_NAMES]
+    more = " and others" if len(names) > _NAMES else ""
+    return (", ".join(first) or "none") + more
 
 
 def _troubles(streams: Sequence[Stream]) -> str:

@@ -114,9 +114,10 @@ class Lines:
         if notice.brief:
             return ""
         where = f"{self._where(stream, None)}"
-        seq = "" if notice.seq is None else notice.seq
+        at = "" if notice.bare else clock(notice.at_ns / 1e9)
+        seq = "" if notice.bare or notice.seq is None else notice.seq
         text = self._paint(printable(notice.text), notice.style)
-        return f"{clock(notice.at_ns / 1e9)} {where}{seq:>6} {text}\n"
+        return f"{at:12} {where}{seq:>6} {text}\n"
 
     # ---------------------------------------------------------------------------------- inside
 
@@ -153,10 +154,13 @@ class Lines:
 
 
 def short_hash(value: int | bytes) -> str:
-    """The first 12 of the 16 hex digits of its 64 bits."""
+    """The first 12 of the 16 hex digits of its 64 bits; the last 12, where the others are zeros, or
+    engines that count their blocks would have one name for all of them.
+    """
     if type(value) is not int:
         value = canonical_hash(value)
-    return f"{(value & _BITS) >> 16:012x}"
+    bits = value & _BITS
+    return f"{bits >> 16 if bits >> 48 else bits:012x}"
 
 
 def clock(ts: float) -> str:

@@ -32,7 +32,7 @@ _HEAD = 16
 class Notice:
     """`text`: for people; anything may be in it. `kind`, `fields`: of its JSON object. `brief`: whether
     JSON alone has it, because the text was in the one before. `unread`: whether it stands for something
-    published that could not be read.
+    published that could not be read. `bare`: whether people are not shown its time and seq.
     """
 
     seq: int | None
@@ -43,6 +43,7 @@ class Notice:
     fields: dict[str, Any] = field(default_factory=dict)
     brief: bool = False
     unread: bool = False
+    bare: bool = False
 
 
 def of_gap(gap: Gap, at_ns: int, *, can_ask: bool, own: str = "") -> Notice:
@@ -65,11 +66,15 @@ def of_lost(lost: Lost, at_ns: int, *, brief: bool, own: str = "") -> Notice:
 
 
 def of_earlier(lost: Lost, at_ns: int, why: str) -> Notice:
-    """What came before the first batch that was told is no loss."""
-    batches = "1 batch" if lost.count == 1 else f"{lost.count} batches"
-    came = "came before" if not lost.first else f"came from {lost.first} on"
-    text = f"{batches} {came}{why}"
-    return Notice(lost.first, at_ns, "Earlier", text, style="dim", fields={"count": lost.count})
+    """What came before the first batch that was told is no loss. It has no time: that of the first
+    batch, when it is known, is after that batch's own.
+    """
+    last = lost.first + lost.count - 1
+    which = f"{lost.first}" if lost.count == 1 else f"{lost.first}…{last}"
+    batches = "1 batch" if lost.count == 1 else f"{lost.count:,} batches"
+    text = f"before this: {batches} (seq {which}){why}"
+    fields = {"count": lost.count}
+    return Notice(lost.first, at_ns, "Earlier", text, style="dim", fields=fields, bare=True)
 
 
 def of_restart(restarted: Restarted, at_ns: int, last: int | None) -> Notice:

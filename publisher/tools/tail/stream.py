@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 from kvevents.appearance import Appearance
 from kvevents.check import Checker, Finding
-from kvevents.events import AllBlocksCleared, BlockStored
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+    medium_of,
+)
 from kvevents.frames import JOIN
 from kvevents.gaps import Gap, Lost
 from kvevents.message import Channel, Message
@@ -21,6 +27,9 @@ __all__ = ["Stream", "labels_of"]
 
 _LOOKED_AT = 64
 """Batches whose form is looked at, all of them; after that, every so many."""
+
+_MOST = 17
+"""Names that are kept; a stranger may send any number."""
 
 _LABEL = 24
 
@@ -61,6 +70,9 @@ class Stream:
     """Whether something came of it."""
     last_seq: int | None = None
     ranks: set[int] = field(default_factory=set)
+    media: set[StorageMedium] = field(default_factory=set)
+    loras: set[str] = field(default_factory=set)
+    """Some of the adapters, once there are more than a few."""
     appearance: Appearance = field(default_factory=Appearance)
     answers_of: set[int] = field(default_factory=set)
     """How many frames the answers to replays had."""
@@ -209,11 +221,16 @@ class Stream:
             if type(event) is BlockStored:
                 self.stored += 1
                 self.blocks_stored += len(event.block_hashes)
+                self.media.add(medium_of(event))
+                if event.lora_name is not None and len(self.loras) < _MOST:
+                    self.loras.add(event.lora_name)
             elif type(event) is AllBlocksCleared:
                 self.cleared += 1
-            else:
+            elif type(event) is BlockRemoved:
                 self.removed += 1
-                self.blocks_removed += len(event.block_hashes)  # type: ignore[union-attr]
+                self.blocks_removed += len(event.block_hashes)
+                if event.medium is not None:
+                    self.media.add(event.medium)
 
     def find(self, findings: list[Finding]) -> None:
         """Count them."""

@@ -73,8 +73,8 @@ Writer = EventWriter | BatchWriter
 @dataclass(frozen=True, slots=True)
 class Limits:
     """When to end. `count`: so many events, or batches where those are written; what cannot be read
-    counts, too, or it might never end. `until`: the last seq. `timeout_s`: of silence. `at_end`: once
-    all that was there has been told.
+    counts, too, or it might never end. `until`: the last seq. `timeout_s`: in which nothing was
+    written. `at_end`: once all that was there has been told.
     """
 
     count: int | None = None
@@ -160,8 +160,8 @@ class Tail:
         self._everything = chosen.open
         self._full = False
         self._keeping = any(one.kept is not None for one in streams)
-        self._last_at = time.monotonic()
-        self.read_all = False
+        self._written_at = time.monotonic()
+        self.read_all = not sources.captures
         """Whether captures were read to their ends."""
         self.seconds = 0.0
         """How long it took."""
@@ -170,7 +170,7 @@ class Tail:
         """Until a limit, the end of captures, or Ctrl-C. Raises what `Printer` raises, and ValueError
         for a file that is no capture.
         """
-        begun = self._last_at = time.monotonic()
+        begun = self._written_at = time.monotonic()
         until = float("inf") if self._limits.for_s is None else begun + self._limits.for_s
         with suppress(KeyboardInterrupt):
             if self._header:
@@ -192,9 +192,14 @@ class Tail:
         tick_s = _TICK_S if looks_at_clock else _WATCH_S
         is_live = bool(sources.live)
         for one in sources.steps(until, min(tick_s, limits.timeout_s or tick_s)):
+            is_captured = one is not None and isinstance(one[0], Capture)
+            self.read_all = not is_captured
             if one is not None and self._take(*one) and self.over:
                 return
-            if not is_live or isinstance(one and one[0], Capture):
+            if not is_live:
+                continue
+            if is_captured:
+                self._written_at = time.monotonic()  # whoever is live has not had its turn
                 continue
             if one is None:
                 self._watch()
@@ -207,7 +212,7 @@ class Tail:
                 self._out.flush()
             if (
                 limits.timeout_s is not None
-                and time.monotonic() >= self._last_at + limits.timeout_s
+                and time.monotonic() >= self._written_at + limits.timeout_s
             ):
                 break
         self.read_all = True
@@ -219,6 +224,11 @@ class Tail:
                 for text in stream.watch.look(stream.seen, now):
                     self._out.flush()
                     self._aside(f"kvevents tail: {text}")
+
+    @property
+    def full(self) -> bool:
+        """Whether so many were written as were asked for."""
+        return self._full
 
     @property
     def over(self) -> bool:
@@ -251,8 +261,6 @@ class Tail:
         if message.channel == Channel.REFUSED:
             stream.refused += 1
             stream.done = True  # ZeroMQ does not try it again
-        if arrivals or message.is_batch:
-            self._last_at = time.monotonic()
         if stream.done:
             return True
         checker = stream.checker
@@ -345,6 +353,7 @@ class Tail:
     def _emit(self, stream: Stream, entry: Entry) -> None:
         if stream.kept is not None:
             stream.kept.add(entry)
+            self._written_at = time.monotonic()  # it will be, or makes room
         else:
             self._write(stream, entry)
 
@@ -372,11 +381,16 @@ class Tail:
             self._out.put(self._lines.header)
         events = reading.events
         everything = self._everything
-        positions = range(len(events)) if everything else self._filter.choose(reading)
+        positions: Sequence[int] = range(len(events))
+        if not everything:
+            positions = self._filter.choose(reading, stream.label)
+        if positions:
+            self._written_at = time.monotonic()
         writer = self._writer
         if writer.whole:
             if positions or everything or reading.skipped or reading.batch is None:
                 self._out.put(writer.batch(stream, reading))  # type: ignore[union-attr]
+                self._written_at = time.monotonic()
                 self.written += 1
                 self._count()
             self._about(stream, reading, found, positions)
@@ -437,9 +451,11 @@ class Tail:
         text = self._writer.notice(stream, notice)
         if text is None:
             if text := self._plain.notice(stream, notice):
-                self._aside(text.rstrip("\n"))
+                self._aside(text.strip())
         elif text:
             self._out.put(text)
+        if text:
+            self._written_at = time.monotonic()
 
     def _count(self) -> bool:
         """Whether that was the last."""
