@@ -15,6 +15,8 @@ P5  The first 64 ranks are followed apart. All others are taken for one: what tw
     is one block, and a clear of one clears all of them.
 P6  What came in answer to a replay is in every count, but not in the timeline's events and blocks: it was
     published at some other time.
+P7  What was published before the first batch that was told of a run is no loss: whoever joins late has it
+    from nobody. Blocks that were stored then are resident and not counted, until all is cleared.
 """
 
 from __future__ import annotations
@@ -171,8 +173,14 @@ class Profile:
 
     def __init__(self, most: int = 2000) -> None:
         self.timeline = Timeline(most)
-        self.batches = self.replayed = self.undecodable = self.skipped = self.missed = 0
+        self.batches = self.replayed = self.undecodable = self.skipped = 0
         """`replayed`: of the batches, those that came in answer to a replay."""
+        self.missed = self.earlier = 0
+        """Batches that were lost, and those that came before the first (P7)."""
+        self.replayed_until_ns: int | None = None
+        """When the last batch came that a replay told before anything came live; None: there is none."""
+        self._begun = False
+        """Whether a batch of this run was told."""
         self.events = dict.fromkeys(KINDS, 0)
         self._ranks: dict[int | None, _Tiers] = {}
         """None: all that are not followed apart."""
@@ -184,17 +192,21 @@ class Profile:
         at_ns = self.timeline.end_ns
         match one:
             case Reading(batch=None) | Malformed():
+                self._begun = self._begun or isinstance(one, Reading)
                 self.undecodable += 1
                 stretch.marks["undecodable"] += 1
             case Reading():
                 self._read(one, at_ns)
             case Gap():
                 stretch.marks["gap"] += 1
+            case Lost() if not self._begun:
+                self.earlier += one.count
             case Lost():
                 self.missed += one.count
                 stretch.marks["lost"] += 1
             case Restarted():
                 stretch.marks["restarted"] += 1
+                self._begun = False
                 for tiers in self._ranks.values():
                     self._clear(tiers)
         stretch.resident = tuple(self._resident.values())
@@ -240,11 +252,14 @@ class Profile:
 
     def _read(self, reading: Reading, at_ns: int) -> None:
         self.batches += 1
+        self._begun = True
         self.skipped += len(reading.skipped)
         stretch = self.timeline.stretches[-1]
         since = _UNKNOWN if reading.told.replayed else at_ns
         live = not reading.told.replayed
         self.replayed += not live
+        if self.replayed == self.batches:
+            self.replayed_until_ns = at_ns
         tiers = self._tiers_of(reading.rank) if reading.events else {}
         for event in reading.events:
             if isinstance(event, BlockStored):

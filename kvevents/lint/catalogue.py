@@ -10,6 +10,7 @@ __all__ = ["CONSUMERS"]
 
 _HISTORY = "what was stored before is unknown to it"
 _MISSED = "what was in them is lost"
+_STALE = "it counts the worker as stale until that is registered anew"
 _FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 _VLLM_STORED = frozenset(
     {
@@ -185,18 +186,18 @@ _ALL_CONSUMERS = (
         max_seq=2**63 - 1,
         sequence=Sequence(
             alone=Losses(
-                late="it goes stale for good",
-                gap="it goes stale for good",
-                cleared_gap="it goes stale for good",
+                late=f"those before are missing to it, so {_STALE}",
+                gap=_STALE,
+                cleared_gap=_STALE,
             ),
-            replaying=Losses(cleared_gap="it goes stale for good where no replay fills the gap"),
+            replaying=Losses(cleared_gap=f"{_STALE}, unless a replay fills the gap"),
             drops_old=True,
         ),
         replays=Replays(
-            rolled="it goes stale for good",
-            rolled_cleared="it goes stale for good",
-            hole="it goes stale for good",
-            no_end="it goes stale at its deadline",
+            rolled=_STALE,
+            rolled_cleared=_STALE,
+            hole=_STALE,
+            no_end=f"{_STALE}, once its deadline is over",
         ),
         ts=frozenset({"float"}),
         nil_rank=("misread", "it takes the batch, and indexes nothing"),

@@ -321,7 +321,7 @@ def _message_findings(
         why = f"is {seq}: it reads at most {consumer.max_seq}"
         found.append(_finding(consumer, seq, "batch", "seq-range", "seq", why))
     if (wanted_topic := _topic(consumer.topic, frames[0])) is not None:
-        why = f"is {quoted(frames[0])}: {wanted_topic}"
+        why = f"is {_text(frames[0])}: {wanted_topic}"
         found.append(_finding(consumer, seq, "batch", "topic", "topic", why))
     return found
 
@@ -335,7 +335,11 @@ def _topic(rule: Topic, topic: bytes) -> str | None:
         if len(parts) == 3 and parts[0] == b"kv":
             return None
         return "it reads kv@POD@MODEL only, with two @"
-    return None if topic in rule else f"it reads {' or '.join(map(repr, rule))} only"
+    return None if topic in rule else f"it reads {' or '.join(map(_text, rule))} only"
+
+
+def _text(topic: bytes) -> str:
+    return quoted(topic.decode(errors="backslashreplace"))
 
 
 def _shape_findings(

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from publisher.cli import lint
+from publisher.cli.following import nothing_came, say_begun, unreached
 from publisher.cli.parsing import (
     FINDINGS,
     NO_CONNECTION,
@@ -39,11 +40,11 @@ examples:
   kvevents check tcp://10.0.0.5:5557,5558 --for 60
       a minute of a live stream; in the end what was followed is compared with
       what a new subscriber is told
-  kvevents check worker.kvc --verify-hashes
+  kvevents check worker.capture --verify-hashes
       a capture; each block's hash is made again from its tokens
   kvevents check w1=tcp://a:5557,5558 w2=tcp://b:5557,5558 --strict -o json
       two at once, until Ctrl-C; notes count as well; an object per line
-  kvevents check worker.kvc --as vllm-router
+  kvevents check worker.capture --as vllm-router
       what that consumer would lose of it: the same as `kvevents lint`
 
 schemes for --verify-hashes: {{schemes}}
@@ -147,6 +148,7 @@ def run(options: argparse.Namespace) -> int:
         return Live(live.address, **settings)
 
     with Sources(addresses, **settings) as sources:
+        say_begun(options, "checking", sources.all)
         outcome = check(
             sources,
             report,
@@ -156,7 +158,10 @@ def run(options: argparse.Namespace) -> int:
             second=None if options.no_rejoin else second,
             warn=lambda text: say(f"kvevents check: {text}"),
         )
-    return _exit_code(outcome, strict=options.strict)
+        for line in unreached(options, sources.all):
+            say(f"kvevents check: {line}")
+        nothing = nothing_came(options, sources.all)
+    return _exit_code(outcome, nothing, strict=options.strict)
 
 
 def _refuse_with_consumers(options: argparse.Namespace) -> None:
@@ -172,11 +177,11 @@ def _check_seed(text: str) -> None:
         raise ValueError("--hash-seed: it is not UTF-8") from None
 
 
-def _exit_code(outcome: Outcome, *, strict: bool) -> int:
+def _exit_code(outcome: Outcome, nothing: str, *, strict: bool) -> int:
     if outcome.violations or outcome.faults:
         return FINDINGS
     if not outcome.batches:
-        say("kvevents check: nothing came")
+        say(f"kvevents check: {nothing}")
         return NO_CONNECTION
     if not outcome.blocks:
         batches = "1 batch" if outcome.batches == 1 else f"{outcome.batches:,} batches"

@@ -6,6 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
+from publisher.cli.following import nothing_came, say_begun, unreached
 from publisher.cli.parsing import (
     FINDINGS,
     NO_CONNECTION,
@@ -95,6 +96,7 @@ def run(options: argparse.Namespace) -> int:
     with Sources(
         addresses, topic=options.topic, attempts=1, server_key=server_key, client_keys=client_keys
     ) as sources:
+        say_begun(options, "looking at", sources.all)
         outcome = lint(
             sources,
             report,
@@ -103,12 +105,15 @@ def run(options: argparse.Namespace) -> int:
             count=options.count,
             warn=lambda text: say(f"kvevents {options.command}: {text}"),
         )
-    return _exit_code(options.command, outcome)
+        for line in unreached(options, sources.all):
+            say(f"kvevents {options.command}: {line}")
+        nothing = nothing_came(options, sources.all)
+    return _exit_code(options.command, outcome, nothing)
 
 
-def _exit_code(command: str, outcome: Outcome) -> int:
+def _exit_code(command: str, outcome: Outcome, nothing: str) -> int:
     if not outcome.batches:
-        say(f"kvevents {command}: nothing came")
+        say(f"kvevents {command}: {nothing}")
         return FINDINGS if outcome.faults else NO_CONNECTION
     if not outcome.blocks:
         batches = "1 batch" if outcome.batches == 1 else f"{outcome.batches:,} batches"

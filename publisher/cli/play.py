@@ -74,7 +74,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--stay",
         type=float,
-        metavar="SECONDS",
+        metavar="S",
         help="answer replays for so long after the last message; unless told, until Ctrl-C where there is"
         " a replay endpoint, and not at all where there is none",
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
+from publisher.checks import shown
+from publisher.cli.following import nothing_came, say_begun, unreached
 from publisher.cli.parsing import (
     NO_CONNECTION,
     USAGE,
@@ -16,6 +19,10 @@ from publisher.cli.parsing import (
     read_sources,
     say,
 )
+
+if TYPE_CHECKING:
+    from publisher.tools.captures.record import Recorded
+    from publisher.tools.source import Address
 
 __all__ = ["add_options", "run"]
 
@@ -61,6 +68,7 @@ def add_options(parser: Parser) -> None:
         required=True,
         help="the capture, which must not be there yet; - is standard output",
     )
+    parser.add_argument("-o", "--output", type=_other_option, help=argparse.SUPPRESS)
     parser.add_argument(
         "--from",
         dest="start",
@@ -78,13 +86,10 @@ def run(options: argparse.Namespace) -> int:
 
     from kvevents.capture import CaptureHead
     from publisher.tools.captures.record import STDOUT, record
-    from publisher.tools.source import Address, Live
+    from publisher.tools.source import Live
 
     check_limits(options)
-    addresses = read_sources(options)
-    address = addresses[0]
-    if len(addresses) != 1 or not isinstance(address, Address):
-        raise ValueError("SOURCE: one endpoint is recorded at a time")
+    address = _address(options)
     server_key, client_keys = read_keys(options)
     start = _start(options.start, address.replay_endpoint)
     file = _file(options.write)
@@ -104,9 +109,15 @@ def run(options: argparse.Namespace) -> int:
         server_key=server_key,
         client_keys=client_keys,
     ) as live:
-        recorded = record(live, head, file, for_s=options.for_s, count=options.count)
-        if not live.connected:
-            say(f"kvevents record: no connection to {address.endpoint}")
+        recorded = record(
+            *(live, head, file),
+            for_s=options.for_s,
+            count=options.count,
+            begun=lambda: say_begun(options, "recording", [live], f" to {_name(options.write)}"),
+        )
+        for line in unreached(options, [live]):
+            say(f"kvevents record: {line}")
+        nothing = nothing_came(options, [live])
     if recorded.left_out:
         what = "1 message is" if recorded.left_out == 1 else f"{recorded.left_out} messages are"
         say(f"kvevents record: {what} too large for a capture, and not in it")
@@ -116,11 +127,57 @@ def run(options: argparse.Namespace) -> int:
             " missing in the capture only"
         )
     if not recorded.batches:
-        say("kvevents record: nothing came")
+        say(f"kvevents record: {nothing}")
         return NO_CONNECTION
     what = "1 batch is" if recorded.batches == 1 else f"{recorded.batches} batches are"
-    say(f"kvevents record: {what} in {options.write}")
+    say(f"kvevents record: {what} in {_name(options.write)}: {_account(recorded)}")
     return 0
+
+
+def _other_option(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"the file is given with -w: -w {text}")
+
+
+def _address(options: argparse.Namespace) -> Address:
+    """Whom to record. Raises ValueError unless it is one endpoint."""
+    from publisher.tools.source import Address
+
+    first, *others = read_sources(options)
+    if others:
+        raise ValueError("SOURCE: one endpoint is recorded at a time")
+    if not isinstance(first, Address):
+        what = "a file already" if _is_there(first) else "no endpoint, as tcp://10.0.0.5:5557 is"
+        raise ValueError(f"SOURCE: {shown(str(first))} is {what}; what is recorded is an endpoint")
+    return first
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except (OSError, ValueError):  # a name that none can have
+        return False
+
+
+def _name(file: str) -> str:
+    return "standard output" if file == "-" else file
+
+
+def _account(recorded: Recorded) -> str:
+    """How long it took, how large it is, and what is missing in it."""
+    gaps, lost = recorded.gaps, recorded.lost
+    missing = "no gap" if not gaps else "1 gap" if gaps == 1 else f"{gaps:,} gaps"
+    if lost:
+        missing += f", {'1 batch' if lost == 1 else f'{lost:,} batches'} lost"
+    return f"{recorded.seconds:.1f} s, {_size(recorded.size)}, {missing}"
+
+
+def _size(count: int) -> str:
+    if count < 1000:
+        return f"{count} bytes"
+    for unit, step in (("kB", 10**3), ("MB", 10**6)):
+        if count < step * 1000:
+            return f"{count / step:.1f} {unit}"
+    return f"{count / 10**9:,.1f} GB"
 
 
 def _start(text: str | None, replay_endpoint: str | None) -> int | None:

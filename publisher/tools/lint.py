@@ -13,6 +13,7 @@ import msgspec
 from kvevents.lint import CONSUMERS, Consumer, Finding, Lint
 from kvevents.message import Channel, Message
 from publisher.checks import one_line
+from publisher.tools.likeness import did_you_mean
 from publisher.tools.repeats import Repeated, Repeats
 from publisher.tools.source import Capture, Live, Source, Sources
 from publisher.tools.text import json_text, printable
@@ -30,7 +31,8 @@ def read_consumers(text: str | None) -> list[Consumer]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in CONSUMERS:
-            raise ValueError(f"--as: {name!r} is not one of {', '.join(CONSUMERS)}")
+            likely = did_you_mean(name, CONSUMERS)
+            raise ValueError(f"--as: {name!r} is not one of {', '.join(CONSUMERS)}{likely}")
     return [CONSUMERS[name] for name in names]
 
 
@@ -259,10 +261,8 @@ def lint(
     if streams:
         with contextlib.suppress(KeyboardInterrupt):
             time_is_up = not _follow(sources, streams, for_s, count)
-    for source, stream in streams.items():
+    for stream in streams.values():
         stream.close()
-        if not source.connected:
-            warn(f"no connection to {source.address.endpoint}")
     live = list(streams.values())
     linted += live
     for one in linted:

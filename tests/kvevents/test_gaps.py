@@ -379,9 +379,9 @@ class Publisher:
     retain: int
     snapshots: bool
     count: int = 0
-    overlay: bool = False
     run: int = 0
     """Runs have no block in common."""
+    overlay: bool = False
 
     def block(self, seq: int) -> int:
         return self.run * 1000 + seq

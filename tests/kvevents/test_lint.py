@@ -492,6 +492,16 @@ def test_a_late_join_is_no_finding_and_is_over_with_a_clear() -> None:
     assert str(lint.tallies[0]).endswith("takes all 2 batches, 1 block")
 
 
+def test_who_takes_all_and_gains_nothing_is_told_why() -> None:
+    """A conductor that joined late reads what comes, and what helps it is said as well."""
+    lint = Lint([CONSUMERS["mooncake"]])
+    assert lint.live(live_frames(b"", 7, pack((TS, [stored()], 0)))) == []
+    assert str(lint.tallies[0]).endswith(
+        "joined at seq 7: those before are missing to it, so it counts the worker as stale until that is"
+        " registered anew"
+    )
+
+
 def test_nothing_stored_is_not_all_taken() -> None:
     """Heartbeats and clears alone: no block was seen, and it is said so; a store's objects are blocks."""
     lint = Lint([CONSUMERS["dynamo"]])

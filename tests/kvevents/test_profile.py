@@ -426,6 +426,27 @@ def test_what_is_no_batch_is_counted_and_marked() -> None:
     assert (stretch.events, stretch.blocks) == ([1, 0, 1], [1, 0, 1])
 
 
+def test_what_came_before_the_first_batch_is_no_loss() -> None:
+    """P7: of the first run and of each that follows; behind a batch, whatever was in it, it is one."""
+    profile = Profile()
+    for one in (
+        *(Lost(0, 5), reading(), Lost(6, 2), Restarted(3), Lost(0, 3)),
+        *(Reading(Told(3, b"", replayed=False), None), Lost(4, 1)),
+    ):
+        profile.take(SECOND, one)
+    assert (profile.earlier, profile.missed) == (8, 3)
+    assert profile.timeline.stretches[0].marks["lost"] == 2
+
+
+def test_what_a_replay_told_first_has_an_end() -> None:
+    """It is the last batch before any that came live; a later replay is of a gap."""
+    profile = Profile()
+    assert profile.replayed_until_ns is None
+    for seconds, replayed in enumerate((True, True, False, True)):
+        profile.take(seconds * SECOND, reading(stored(seconds), replayed=replayed))
+    assert profile.replayed_until_ns == SECOND
+
+
 def test_time_that_goes_back_stands_still() -> None:
     """No lifetime is negative, whatever a capture says."""
     profile = Profile()

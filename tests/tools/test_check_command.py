@@ -313,7 +313,7 @@ def test_nobody_there() -> None:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     done = kvevents("check", endpoint, "--for", "0.3")
     assert done.returncode == 3
-    assert f"no connection to {endpoint}" in done.stderr
+    assert f"no connection to {endpoint}; why: kvevents doctor {endpoint}\n" in done.stderr
     assert "nothing came" in done.stderr
 
 

@@ -448,11 +448,12 @@ def test_a_reader_that_leaves_is_no_error(publisher: RawPublisher) -> None:
 def test_silence_is_3(publisher: RawPublisher, tmp_path: Path) -> None:
     """Nothing came: so said, of a stream, of an empty capture, and of a recording."""
     done = run("lint", publisher.endpoint, "--for", "0.2", "--as", "dynamo")
-    assert (done.returncode, done.stderr) == (3, "kvevents lint: nothing came\n")
+    why = f"why: kvevents doctor {publisher.endpoint}"
+    assert (done.returncode, done.stderr) == (3, f"kvevents lint: nothing came; {why}\n")
     assert done.stdout == "dynamo 1.6.1: saw no batch\n"
     assert run("lint", capture(tmp_path / "c"), "--as", "dynamo").returncode == 3
     done = run("record", "-w", tmp_path / "r", publisher.endpoint, "--for", "0.2")
-    assert (done.returncode, done.stderr) == (3, "kvevents record: nothing came\n")
+    assert (done.returncode, done.stderr) == (3, f"kvevents record: nothing came; {why}\n")
     assert not (tmp_path / "r").exists()
 
 
@@ -461,7 +462,8 @@ def test_a_publisher_that_is_not_there_is_named(tmp_path: Path) -> None:
     nobody = "tcp://127.0.0.1:1"
     for command in (("lint",), ("record", "-w", tmp_path / "r")):
         done = run(*command, nobody, "--for", "0.1")
-        said = f"kvevents {command[0]}: no connection to {nobody}\n"
+        why = f"why: kvevents doctor {nobody}"
+        said = f"kvevents {command[0]}: no connection to {nobody}; {why}\n"
         assert (done.returncode, done.stderr) == (3, f"{said}kvevents {command[0]}: nothing came\n")
 
 
@@ -593,7 +595,8 @@ def test_a_giant_message_is_not_taken_in(publisher: RawPublisher) -> None:
     done = run("lint", publisher.endpoint, "--as", "sglang", "--for", "1")
     thread.join()
     assert done.stdout == "sglang 0.5.23: takes the one batch, 1 block\n"
-    assert done.stderr == f"kvevents lint: no connection to {publisher.endpoint}\n"
+    gone = f"kvevents lint: no connection to {publisher.endpoint} any more"
+    assert done.stderr == f"{gone}; why: kvevents doctor {publisher.endpoint}\n"
 
 
 def test_with_curve(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import signal
 import struct
-import subprocess
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from matplotlib.patches import StepPatch
 from publisher_rig import PATIENCE_S, eventually, kvevents, payload_of, start_kvevents
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
@@ -20,9 +23,10 @@ from kvevents.capture import CaptureHead, capture_start, pack_message
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_end, replay_request
 from kvevents.message import Channel
 from kvevents.profile import Profile
+from publisher.cli import main
 from publisher.tools.captures.plot import plot as draw
 from publisher.tools.captures.plot import profile_of
-from publisher.tools.captures.plot_figure import duration, png, svg
+from publisher.tools.captures.plot_figure import duration, figure, png, svg
 
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
 START = 1_700_000_000_000_000_000
@@ -68,12 +72,17 @@ def capture(
     return path
 
 
-def plot(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run it to its end; it says nothing on stdout, and no traceback on stderr."""
-    done = kvevents("plot", *map(str, arguments))
-    assert done.returncode == code, done.stderr
-    assert done.stdout == "" and "Traceback" not in done.stderr and "Warning" not in done.stderr
-    return done
+def plot(*arguments: object, code: int = 0) -> str:
+    """Run it to its end, in this process; it says nothing on stdout. Returns what it says on stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            done: object = main(["plot", *map(str, arguments)])
+        except SystemExit as exit_:
+            done = exit_.code
+    assert done == code, err.getvalue()
+    assert out.getvalue() == "" and "Traceback" not in err.getvalue()
+    return err.getvalue()
 
 
 def size_of(image: bytes) -> tuple[int, int]:
@@ -150,10 +159,11 @@ def page_of(file: Path) -> Page:
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A capture of LIFE, and its page, which the command drew."""
+    """A capture of LIFE, and its page, which the command drew, as a process."""
     folder = tmp_path_factory.mktemp("life")
     file = capture(folder / "life.capture", records(LIFE), topic="kv", replay_endpoint="tcp://h:2")
-    assert plot(file, "-o", folder / "life.html").stderr == ""
+    done = kvevents("plot", str(file), "-o", str(folder / "life.html"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     return file, (folder / "life.html").read_text()
 
 
@@ -188,12 +198,6 @@ def test_a_page_follows_light_and_dark(life: tuple[Path, str]) -> None:
         assert colour not in drawn
 
 
-def test_a_png_is_an_image(tmp_path: Path) -> None:
-    """Of the size that the help says."""
-    plot(capture(tmp_path / "c", records(LIFE)), "-o", tmp_path / "one.PNG")
-    assert size_of((tmp_path / "one.PNG").read_bytes()) == (1200, 1080)
-
-
 def test_a_picture_depends_on_the_capture_only(life: tuple[Path, str], tmp_path: Path) -> None:
     """No date, no chance: another process draws the same bytes."""
     draw([life[0]], tmp_path / "other.html", pytest.fail)
@@ -209,8 +213,8 @@ def test_several_captures_are_sections_of_one_page(tmp_path: Path) -> None:
     assert_loads_nothing(page, text)
     assert sum(tag == "svg" for tag, _ in page.tags) == 2
     assert page.words.index(str(files[0])) < page.words.index(str(files[1]))
-    done = plot(*files, "-o", tmp_path / "both.png", code=2)
-    assert done.stderr == "kvevents plot: FILE: 2 captures fit on a page of .html only\n"
+    said = plot(*files, "-o", tmp_path / "both.png", code=2)
+    assert said == "kvevents plot: FILE: 2 captures fit on a page of .html only\n"
     assert not (tmp_path / "both.png").exists()
 
 
@@ -283,8 +287,8 @@ def test_any_capture_can_be_drawn(batches: list[list[Event]], step_ns: int, tmp_
 
 def test_an_empty_capture_is_drawn(tmp_path: Path) -> None:
     """A page that says that there was nothing, and exit code 3."""
-    done = plot(capture(tmp_path / "c", []), "-o", tmp_path / "c.html", code=3)
-    assert done.stderr == "kvevents plot: no batch is in it\n"
+    said = plot(capture(tmp_path / "c", []), "-o", tmp_path / "c.html", code=3)
+    assert said == "kvevents plot: no batch is in it\n"
     text = (tmp_path / "c.html").read_text()
     assert_loads_nothing(Page(text), text)
     assert "nothing was told" in text
@@ -301,7 +305,7 @@ def test_names_from_the_wire_are_only_words(tmp_path: Path) -> None:
     assert_loads_nothing(page, text)
     assert "\x1b" not in text
     assert "b" not in {tag for tag, _ in page.tags[: page.tags.index(("section", {}))]}
-    drawn = svg(profile_of(file).profile, file.name + HOSTILE)
+    drawn = svg(Profile(), file.name + HOSTILE)
     assert b"\x1b" not in drawn and b"<b>" not in drawn and b"<script" not in drawn
     assert size_of(png(Profile(), HOSTILE)) == (1200, 1080)
 
@@ -316,9 +320,9 @@ def test_what_turns_or_hides_text_is_written_out(tmp_path: Path) -> None:
         assert hidden not in text
         assert text.count(ascii(hidden)[1:-1]) >= 4  # title, heading, replay endpoint, topic
     assert "\u0627漢😀" in text
-    plotted = profile_of(file)
-    assert "a\\u202eb\\u2066c" in svg(plotted.profile, plotted.name).decode()
-    assert size_of(png(plotted.profile, plotted.name)) == (1200, 1080)  # and no warning
+    name = profile_of(file).name
+    assert "a\\u202eb\\u2066c" in svg(Profile(), name).decode()
+    assert size_of(png(Profile(), name)) == (1200, 1080)  # and no warning
 
 
 def test_a_replay_is_no_burst_of_events(tmp_path: Path) -> None:
@@ -373,6 +377,99 @@ def test_a_loss_may_be_the_recorders(tmp_path: Path) -> None:
     assert "batches not readable" not in page.words
 
 
+def test_joining_late_is_no_loss(tmp_path: Path) -> None:
+    """The stream had begun before: the page says how much was not told, and no loss is marked."""
+    later = [
+        pack_message(START + seq * MS, Channel.LIVE, live_frames(b"", seq, payload_of(stored(seq))))
+        for seq in (40, 41, 44)
+    ]
+    joined = page_of(capture(tmp_path / "joined", later[:2]))
+    assert not any("loss (" in words for words in joined.words)
+    assert "batches lost" not in joined.words
+    assert joined.rows("batches before")[1].startswith("40, which were not told")
+    assert "Resident blocks, by tier: those stored since it joined" in joined.words
+    lossy = profile_of(capture(tmp_path / "lossy", later)).profile
+    assert "loss (1)" in labels_of(lossy)
+    assert (lossy.missed, lossy.earlier) == (2, 40)
+
+
+def labels_of(profile: Profile) -> list[str]:
+    """What the first panel's legend says."""
+    return [str(one) for one in figure(profile, "").axes[0].get_legend_handles_labels()[1]]
+
+
+def line_of(profile: Profile, panel: int, label: str) -> list[tuple[float, float]]:
+    """The points of a line in the figure."""
+    axes = figure(profile, "").axes[panel]
+    (line,) = (one for one in axes.lines if one.get_label() == label)
+    xs, ys = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+    return [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
+
+
+def test_the_state_that_a_replay_tells_is_no_cache_that_fills(tmp_path: Path) -> None:
+    """The curve begins where the replay ends, with all it has told; the stretch before is shaded."""
+    answer = [
+        pack_message(START, Channel.ASKED, replay_request(JOIN)),
+        *[
+            pack_message(
+                START + seq * 100 * MS,
+                Channel.ANSWER,
+                replay_answer(b"", seq, payload_of(stored(seq)), delimited=True),
+            )
+            for seq in range(10)
+        ],
+        pack_message(START + 900 * MS, Channel.ANSWER, replay_end(delimited=True)),
+    ]
+    live = pack_message(
+        START + 4000 * MS, Channel.LIVE, live_frames(b"", 10, payload_of(stored(10)))
+    )
+    profile = profile_of(capture(tmp_path / "a", [*answer, live], replay_endpoint="x")).profile
+    assert line_of(profile, 0, "GPU") == [(0.9, 10.0), (4.0, 11.0), (4.0, 11.0)]
+    assert "replay of the state: 900 ms" in labels_of(profile)
+    alone = profile_of(capture(tmp_path / "b", answer, replay_endpoint="x")).profile
+    assert line_of(alone, 0, "GPU")[0] == (0.0, 1.0), "there is nothing else to draw"
+
+
+@pytest.mark.parametrize(
+    ("batches", "step_ns", "bins"),
+    [
+        (15, 200 * MS, 3),
+        (300, 200 * MS, 58),
+        (3000, 200 * MS, 117),
+        (30, 10_000 * MS, 20),
+        (1000, 2 * MS, 118),
+        (1, 1, 1),
+    ],
+)
+def test_rates_are_of_what_is_more_than_a_batch(
+    tmp_path: Path, batches: int, step_ns: int, bins: int
+) -> None:
+    """As many bins as there can be with several batches in each, or of a second, and few if it is slow;
+    of a steady stream each has nearly its rate, the last one too.
+    """
+    told = records([[stored(seq)] for seq in range(batches)], step_ns)
+    profile = profile_of(capture(tmp_path / "c", told)).profile
+    (steps,) = figure(profile, "").axes[1].patches
+    assert isinstance(steps, StepPatch)
+    values = list(steps.get_data()[0])
+    assert len(values) == bins
+    assert sum(values) > 0
+    if batches > 100:
+        rate = 1e9 / step_ns
+        assert all(0.6 * rate <= value <= 1.4 * rate for value in values), values
+
+
+def test_nothing_hides_on_an_axis_or_under_another(life: tuple[Path, str]) -> None:
+    """What happened first is beside the axis; no tier's curve is filled; no line strikes a sentence."""
+    profile = profile_of(life[0]).profile
+    resident, *_, returns = figure(profile, "").axes
+    assert resident.get_xlim()[0] < 0
+    assert [one.get_label() for one in resident.collections] == ["cleared (1)"]
+    assert [line.get_linestyle() for line in returns.lines].count("--") == 1
+    nothing = figure(Profile(), "").axes[-1]
+    assert not nothing.lines
+
+
 # ------------------------------------------------------------------------- files, good and bad
 
 
@@ -396,8 +493,8 @@ def test_a_damaged_capture_is_drawn_as_far_as_it_is_whole(tmp_path: Path) -> Non
     spoilt = bytearray(told[5])
     spoilt[-1] ^= 1
     file = capture(tmp_path / "c", [*told[:5], bytes(spoilt), *told[6:]])
-    done = plot(file, "-o", tmp_path / "c.html", code=1)
-    assert "5 batches were read" in done.stderr and "left out" in done.stderr
+    said = plot(file, "-o", tmp_path / "c.html", code=1)
+    assert "5 batches were read" in said and "left out" in said
     page = Page((tmp_path / "c.html").read_text())
     assert any("5 batches were read" in words for words in page.words)
     assert page.rows("batches")[1] == "5"
@@ -407,8 +504,7 @@ def test_a_capture_that_is_cut_off_is_whole_but_for_its_last(tmp_path: Path) -> 
     """A kill is no damage: said, and exit code 0."""
     file = capture(tmp_path / "c", records(LIFE))
     file.write_bytes(file.read_bytes()[:-7])
-    done = plot(file, "-o", tmp_path / "c.svg")
-    assert "was cut off" in done.stderr
+    assert "was cut off" in plot(file, "-o", tmp_path / "c.svg")
     assert (tmp_path / "c.svg").read_bytes().startswith(b"<?xml")
 
 
@@ -439,20 +535,20 @@ def test_what_cannot_be_is_said_in_a_line(
     (tmp_path / "text").write_text("hello, this is no capture at all")
     before = {entry: entry.stat().st_mtime_ns for entry in tmp_path.iterdir()}
     names = {"c": str(file), "d": str(tmp_path)}
-    done = plot(*(one.format(**names) for one in arguments), code=2)
-    assert done.stderr.startswith(f"kvevents plot: {reason.format(**names)}")
-    assert len(done.stderr.splitlines()) == 1
+    said = plot(*(one.format(**names) for one in arguments), code=2)
+    assert said.startswith(f"kvevents plot: {reason.format(**names)}")
+    assert len(said.splitlines()) == 1
     assert {entry: entry.stat().st_mtime_ns for entry in tmp_path.iterdir()} == before
 
 
 def test_a_picture_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
-    """The output is replaced once all is drawn."""
-    (tmp_path / "x.png").write_bytes(b"the one before")
-    plot(tmp_path / "none", "-o", tmp_path / "x.png", code=2)
-    assert (tmp_path / "x.png").read_bytes() == b"the one before"
-    draw([capture(tmp_path / "c", records(LIFE))], tmp_path / "x.png", pytest.fail)
-    assert size_of((tmp_path / "x.png").read_bytes()) == (1200, 1080)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c", "x.png"]
+    """The output is replaced once all is drawn: by an image, of the size that the help says."""
+    (tmp_path / "x.PNG").write_bytes(b"the one before")
+    plot(tmp_path / "none", "-o", tmp_path / "x.PNG", code=2)
+    assert (tmp_path / "x.PNG").read_bytes() == b"the one before"
+    plot(capture(tmp_path / "c", records(LIFE)), "-o", tmp_path / "x.PNG")
+    assert size_of((tmp_path / "x.PNG").read_bytes()) == (1200, 1080)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c", "x.PNG"]
 
 
 def test_durations_are_in_the_unit_that_suits_them() -> None:

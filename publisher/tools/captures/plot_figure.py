@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import matplotlib
@@ -41,8 +41,13 @@ _MARK_COLOURS = dict(
 )
 _MARK_WORDS = {"lost": "loss", "restarted": "restart", "undecodable": "not readable"}
 _INCHES, _DPI = (10.0, 9.0), 120
-_BINS = 120
-"""Of the rates: as many as can be told apart."""
+_BINS, _FEW_BINS = 120, 20
+"""Of the rates: as many as can be told apart; and as there are of a stream too slow for `_PER_BIN`."""
+_PER_BIN = 5
+"""How many times something came in a bin, on average: with fewer, it is seen that batches are whole."""
+_SLOW_BIN_S = 1.0
+_MARGIN = 0.008
+"""Of the time that is shown, before and behind it: what happened first is not hidden by the axis."""
 _NS = 1e9
 _SHORTEST_S = 1e-3
 """What is shorter is so by the publisher's batches, and not by the blocks."""
@@ -115,7 +120,7 @@ def figure(profile: Profile, title: str) -> Figure:
         height_ratios=[1.25, 1, 1.1],
     )
     clock, tiers = _Clock.of(profile.timeline), profile.tiers()
-    _resident(panels["resident"], profile.timeline, tiers, clock)
+    _resident(panels["resident"], profile, tiers, clock)
     what = "Live {}" if profile.replayed else "{}"
     _rates(panels["events"], profile.timeline, clock, "events", what)
     _rates(panels["blocks"], profile.timeline, clock, "blocks", what)
@@ -152,27 +157,37 @@ class _Clock:
         return (at_ns - self.start_ns) / self.scale_ns
 
     def put_on(self, axes: Axes) -> None:
-        axes.set_xlim(0, self.span)
+        axes.set_xlim(-self.span * _MARGIN, self.span * (1 + _MARGIN))
         axes.set_xlabel(f"time since the first batch ({self.unit})")
 
 
-def _resident(axes: Axes, timeline: Timeline, tiers: _Tiers, clock: _Clock) -> None:
-    axes.set_title("Resident blocks, by tier")
+def _resident(axes: Axes, profile: Profile, tiers: _Tiers, clock: _Clock) -> None:
+    since = ": those stored since it joined" if profile.earlier else ""
+    axes.set_title(f"Resident blocks, by tier{since}")
     axes.set_ylabel("blocks")
     clock.put_on(axes)
+    stretches, until_ns = profile.timeline.stretches, profile.replayed_until_ns
+    begin_ns = clock.start_ns
+    if (
+        until_ns is not None and profile.replayed < profile.batches
+    ):  # how fast it is told is no news
+        begin_ns = until_ns
     for place, medium in enumerate(StorageMedium):
         if medium not in tiers:
             continue
-        times, counts = [0.0], [0]
-        for stretch in timeline.stretches:
+        told = [one.resident[place] for one in stretches if one.start_ns <= begin_ns]
+        times, counts = [clock(begin_ns)], told[-1:] or [0]
+        for stretch in stretches[len(told) :]:
             times.append(clock(stretch.start_ns))
             counts.append(stretch.resident[place])
         times.append(clock.span)
         counts.append(counts[-1])
         colour = _MEDIUM_COLOURS[medium]
         axes.plot(times, counts, drawstyle="steps-post", color=colour, lw=1.5, label=medium.value)
-        axes.fill_between(times, counts, step="post", color=colour, alpha=0.12, lw=0)
-    _marks(axes, timeline.stretches, clock)
+    if until_ns is not None and until_ns > clock.start_ns:
+        label = f"replay of the state: {duration(until_ns - clock.start_ns)}"
+        axes.axvspan(0, clock(until_ns), color=SHADE, alpha=0.6, lw=0, zorder=0, label=label)
+    _marks(axes, stretches, clock)
     _counts(axes)
     _legend(axes, bool(tiers), "no block was stored")
 
@@ -196,24 +211,36 @@ def _marks(axes: Axes, stretches: Sequence[Stretch], clock: _Clock) -> None:
 def _rates(axes: Axes, timeline: Timeline, clock: _Clock, what: str, of: str) -> None:
     """Per second, in stretches that the eye can tell apart."""
     span = max(timeline.end_ns - (timeline.start_ns or 0), 0) + timeline.width_ns
-    per_bin = -(-span // (timeline.width_ns * _BINS))
+    per_bin = -(-span // (timeline.width_ns * _bins(timeline, span)))
     width_ns = per_bin * timeline.width_ns
-    sums = {kind: [0] * (span // width_ns + 1) for kind in KINDS[:2]}
+    bins = max(1, round(span / width_ns))
+    sums = {kind: [0] * bins for kind in KINDS[:2]}
     for stretch in timeline.stretches:
-        place = (stretch.start_ns - clock.start_ns) // width_ns
+        place = min((stretch.start_ns - clock.start_ns) // width_ns, bins - 1)
         for number, kind in enumerate(KINDS[:2]):
             sums[kind][place] += getattr(stretch, what)[number]
     title = of.format(what)
     axes.set_title(f"{title[0].upper()}{title[1:]} per second (over {duration(width_ns)})")
     axes.set_ylabel(f"{what}/s")
     clock.put_on(axes)
-    edges = [clock(clock.start_ns + place * width_ns) for place in range(len(sums["stored"]) + 1)]
+    ends_ns = [*(place * width_ns for place in range(bins)), span]
+    edges = [clock(clock.start_ns + end_ns) for end_ns in ends_ns]
     for kind, counts in sums.items():
-        rates = [count * _NS / width_ns for count in counts]
+        rates = [
+            count * _NS / (end - start)
+            for count, (start, end) in zip(counts, pairwise(ends_ns), strict=True)
+        ]
         if any(rates):
             axes.stairs(rates, edges, color=_KIND_COLOURS[kind], lw=1.2, label=kind)
     _counts(axes)
     _legend(axes, any(any(counts) for counts in sums.values()), "nothing was told")
+
+
+def _bins(timeline: Timeline, span_ns: int) -> int:
+    """How many, at most, such that what is seen is how fast it goes, and not each batch."""
+    came = sum(any(stretch.events[:2]) for stretch in timeline.stretches)
+    slow = min(_FEW_BINS, int(span_ns / _NS / _SLOW_BIN_S))
+    return max(1, min(_BINS, max(came // _PER_BIN, slow)))
 
 
 def _lifetimes(axes: Axes, tiers: _Tiers) -> None:
@@ -258,8 +285,9 @@ def _returns(axes: Axes, tiers: _Tiers) -> None:
     axes.set_xlim(1.0, largest * 1.1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.axvline(2.0, color=INK, lw=0.8, ls="dashed")
     any_returned = any(counts.returns for counts in tiers.values())
+    if any_returned:
+        axes.axvline(2.0, color=INK, lw=0.8, ls="dashed")
     _shares(axes, any_returned, "no block was stored again after its removal")
 
 
@@ -305,7 +333,13 @@ def _legend(axes: Axes, anything: bool, otherwise: str) -> None:  # noqa: FBT001
             ncols=5 if max(map(len, labels)) <= _SHORT_LABEL else 1,
         )
     if not anything:
-        axes.text(0.5, 0.5, otherwise, transform=axes.transAxes, ha="center", va="center")
+        axes.text(
+            *(0.5, 0.5, otherwise),
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 4.0},  # over the grid
+        )
 
 
 # ------------------------------------------------------------------------------------------- words

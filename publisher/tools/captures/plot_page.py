@@ -103,6 +103,9 @@ def _facts(one: Plotted) -> Iterator[tuple[str, str]]:
         yield "ranks", f"more than {len(profile.ranks)}; those beyond are taken for one, `others`"
     elif len(profile.ranks) > 1:
         yield "ranks", f"{len(profile.ranks)}"
+    if profile.earlier:
+        before = f"{profile.earlier:,}, which were not told: what was stored then is in no count"
+        yield "batches before", before
     if profile.missed:
         ours = "; the recorder was too slow or stopped at times, and may have lost them itself"
         yield "batches lost", f"{profile.missed:,}{ours if one.behind else ''}"

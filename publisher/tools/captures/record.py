@@ -6,12 +6,14 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from kvevents.capture import CaptureHead, CaptureWriter
+from kvevents.follower import Step, Told
+from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.message import Channel
 from publisher.listener import wait_for
 from publisher.tools.captures.ending import like_ctrl_c
@@ -25,39 +27,72 @@ STDOUT = Path("-")
 
 @dataclass(slots=True)
 class Recorded:
-    """What came of it. `batches`: in the file; `left_out`: messages too large for a record; `behind`: at
-    times more came than was read, or nothing was read, so what is missing may be this program's own loss.
+    """What came of it. `batches`, `size`: in the file, the latter in bytes; `left_out`: messages too
+    large for it; `gaps`: how often batches were missing, and `lost`: how many are, but for those before
+    the first; `behind`: at times more came than was read, or nothing was read, so what is missing may be
+    this program's own loss.
     """
 
     batches: int = 0
     left_out: int = 0
+    gaps: int = 0
+    lost: int = 0
     behind: bool = False
+    seconds: float = 0.0
+    size: int = 0
+    _begun: bool = False
+    """Whether a batch of this run was told."""
+
+    def take(self, step: Step) -> None:
+        """What is in the file now."""
+        self.batches += step.message.is_batch
+        self.behind |= step.message.channel == Channel.BEHIND
+        for one in step.arrivals:
+            match one:
+                case Told():
+                    self._begun = True
+                case Restarted():
+                    self._begun = False
+                case Gap():
+                    self.gaps += 1
+                case Lost() if self._begun:
+                    self.lost += one.count
 
 
 def record(
-    live: Live, head: CaptureHead, file: Path, *, for_s: float | None, count: int | None
+    live: Live,
+    head: CaptureHead,
+    file: Path,
+    *,
+    for_s: float | None,
+    count: int | None,
+    begun: Callable[[], None] = lambda: None,
 ) -> Recorded:
     """Write until `for_s` seconds are over, `count` batches came, or Ctrl-C, SIGTERM or SIGHUP.
 
     The file is made, readable by its owner alone: prompts are in it. What came together is written
     together, at once, and can be read from then on, so a kill costs at most what came last; where no
-    batch came, the file is removed again. `STDOUT` is written to as it is. Raises ValueError when the
-    file is there already or cannot be written; what was written then stays, and is whole.
+    batch came, the file is removed again. `STDOUT` is written to as it is. `begun` is called once the
+    file is there. Raises ValueError when the file is there already or cannot be written; what was
+    written then stays, and is whole.
     """
     writer, recorded = CaptureWriter(head), Recorded()
-    until = float("inf") if for_s is None else time.monotonic() + for_s
+    began = time.monotonic()
+    until = float("inf") if for_s is None else began + for_s
     with Interrupt() as interrupt, like_ctrl_c(), _opened(file) as fd:
         try:
-            _write(fd, writer.start())
+            recorded.size += _write(fd, writer.start())
+            begun()
             while not interrupt.came and time.monotonic() < until and recorded.batches != count:
                 interrupt.wait(partial(wait_for, [live.listener], until))
-                _write(fd, _turn(live, writer, recorded, count))
-            _write(fd, writer.close())
+                recorded.size += _write(fd, _turn(live, writer, recorded, count))
+            recorded.size += _write(fd, writer.close())
             if file != STDOUT:
                 os.fsync(fd)
         finally:
             if not recorded.batches and file != STDOUT:
                 file.unlink(missing_ok=True)
+    recorded.seconds = time.monotonic() - began
     return recorded
 
 
@@ -65,14 +100,13 @@ def _turn(live: Live, writer: CaptureWriter, recorded: Recorded, count: int | No
     """What has come, packed."""
     packed = []
     steps = live.listener.turn()
-    for message, _ in steps:
+    for step in steps:
         try:
-            packed.append(writer.add(message))
+            packed.append(writer.add(step.message))
         except ValueError:
             recorded.left_out += 1
             continue
-        recorded.batches += message.is_batch
-        recorded.behind |= message.channel == Channel.BEHIND
+        recorded.take(step)
         if recorded.batches == count:
             break
     return b"".join([*packed, writer.flush()])
@@ -95,7 +129,9 @@ def _opened(file: Path) -> Iterator[int]:
         raise ValueError(f"-w: {file}: {error.strerror}") from None
 
 
-def _write(fd: int, data: bytes) -> None:
+def _write(fd: int, data: bytes) -> int:
+    """How much that was."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+    return len(data)
