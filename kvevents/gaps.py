@@ -6,8 +6,8 @@ G1  Delivered seqs ascend, each once, without a hole that `Lost` did not report;
     JOIN may begin anywhere, since it begins with AllBlocksCleared.
 G2  A hole is asked for before it is given up. What arrives meanwhile is held, at most `max_held`
     frames and `max_held_bytes`; beyond that the oldest go, and are asked for again.
-    A replay that comes to no end is asked for again from where it got to; one that tells the state, and so
-    gives seqs another meaning, by a JOIN.
+    A replay that comes to no end is asked for again from where it got to; one that tells the state, whose
+    seqs mean something else in another answer, by a JOIN.
 G3  The live stream going back to a seq it had already sent means that the publisher started over. A
     new connection may mean it too, although the seq has gone on: `reconnected` asks for the mark, a
     batch that was delivered, and what follows. If that batch is another one there, or gone, so is the

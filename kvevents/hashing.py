@@ -34,6 +34,7 @@ __all__ = [
     "chain_seed",
     "namespace_seed",
     "page_key",
+    "short_hash",
     "wire_hash",
 ]
 
@@ -129,3 +130,11 @@ def _part(text: str | None) -> bytes:
         return b"\0"
     encoded = text.encode()
     return b"\1" + len(encoded).to_bytes(8, "little") + encoded
+
+
+def short_hash(value: int | bytes) -> str:
+    """As people are shown it: the first 12 of the 16 hex digits of its 64 bits; the last 12, where the
+    others are zeros, or engines that count their blocks would have one name for all of them.
+    """
+    bits = canonical_hash(value) & (_WRAP - 1)
+    return f"{bits >> 16 if bits >> 48 else bits:012x}"

@@ -23,9 +23,11 @@ __all__ = ["Listener", "wait_for"]
 
 _PER_TURN, _BYTES_PER_TURN = 1000, 64 << 20
 _LONGEST_REJOIN_S = 60.0
-_LONGEST_WAIT_S = 1.0
-_AWAY_S = 1.5
+_LONGEST_WAIT_S = 0.5
+_AWAY_S = 1.0
 """A pause between two turns in which more may have come than could wait."""
+_REPLAY_HWM = 100_000
+"""Engines answer with all they retain, 10,000 batches by default, and drop what does not fit."""
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
@@ -42,7 +44,7 @@ class Listener(Closing):
     what does not fit is lost to us alone; 0: any number. Whoever sends a frame of more than `max_frame`
     bytes is disconnected for good. `server_key`, `client_keys`: see `Subscriber`. `keys`: what an error
     calls the two endpoints. Raises ConfigError for an endpoint that cannot be connected to, and for keys
-    that are none.
+    that are none. Of a replay 100,000 messages may wait, at least.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Listener(Closing):
             if replay_endpoint is not None:  # refuse a bad one now, not when it is first asked
                 self._dial(zmq.DEALER, replay_endpoint).close(linger=0)
             self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
-            self._set(self._sub)
+            self._set(self._sub, self._hwm)
             dial(self._sub, keys[0], endpoint, self._curve)
         except BaseException:
             self.close()
@@ -226,12 +228,12 @@ class Listener(Closing):
 
     def _dial(self, kind: int, endpoint: str) -> Socket:
         socket = self._context.socket(kind)
-        self._set(socket)
+        self._set(socket, self._hwm and max(self._hwm, _REPLAY_HWM))
         dial(socket, self._keys[1], endpoint, self._curve)
         return socket
 
-    def _set(self, socket: Socket) -> None:
-        socket.setsockopt(zmq.RCVHWM, self._hwm)
+    def _set(self, socket: Socket, hwm: int) -> None:
+        socket.setsockopt(zmq.RCVHWM, hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame)
         socket.setsockopt(zmq.LINGER, 0)
 
@@ -258,7 +260,7 @@ class Listener(Closing):
 
 def wait_for(listeners: Iterable[Listener], until: float) -> None:
     """Until something came for one of them, or has to be done, or the monotonic clock is at `until`; for
-    a second at the most: a signal that comes just before the poll does not end it.
+    half a second at the most: a signal that comes just before the poll does not end it.
     """
     poller = zmq.Poller()
     for listener in listeners:

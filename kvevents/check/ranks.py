@@ -16,7 +16,7 @@ from kvevents.check.hashes import Verifier
 from kvevents.check.rules import RULES
 from kvevents.events import BlockRemoved, BlockStored, StorageMedium, medium_of
 from kvevents.extra_keys import check_extra_keys, has_own_keys
-from kvevents.hashing import BlockHash, canonical_hash
+from kvevents.hashing import BlockHash, canonical_hash, short_hash
 from kvevents.tokens import TOKEN_BYTES, pack_tokens
 
 __all__ = ["Lane", "Memory", "Rank", "finding_of"]
@@ -329,7 +329,7 @@ class Rank:
                     contents[block_hash] = content
                     twin = named.setdefault(content, block_hash)
                     if twin != block_hash:
-                        what = f"{_hex(block_hash)} is the block that {_hex(twin)} is"
+                        what = f"{short_hash(block_hash)} is the block that {short_hash(twin)} is"
                         report.add("two-names", what, block_hash, _stored_at(lane, twin))
                 elif held != content:
                     self._differs(lane, block_hash, held, content, report)
@@ -347,7 +347,7 @@ class Rank:
                 for medium, there in zip(_MEDIA, lane.present, strict=True)
                 if parent in there
             )
-            what = f"its parent {_hex(parent)} is on {where} alone"
+            what = f"its parent {short_hash(parent)} is on {where} alone"
             report.add("parent-elsewhere", what, first, _stored_at(lane, parent))
             return
         if any(parent in other.content for other in self.lanes.values()):
@@ -364,7 +364,7 @@ class Rank:
         sliding = event.kv_cache_spec_kind not in _FULL_ATTENTION
         report.add(
             "orphan",
-            f"its parent {_hex(parent)} {since}",
+            f"its parent {short_hash(parent)} {since}",
             first,
             gone or self.cleared,
             "note" if sliding or (event.group_idx or 0) > 0 else None,
@@ -377,7 +377,7 @@ class Rank:
         twice = self._wide or event.group_idx is not None
         if twice:
             lane.again[at, block_hash] = lane.again.get((at, block_hash), 0) + 1
-        what = f"{_hex(block_hash)} is on {_MEDIA[at]} already"
+        what = f"{short_hash(block_hash)} is on {_MEDIA[at]} already"
         earlier = lane.present[at][block_hash]
         report.add("stored-again", what, block_hash, earlier, "note" if twice else None)
 
@@ -390,13 +390,13 @@ class Rank:
     ) -> None:
         """What a block that is gone stood for, with what it stands for now."""
         if before[0] != content:
-            what = f"{_hex(block_hash)} stood for {_other(before[0], content)}"
+            what = f"{short_hash(block_hash)} stood for {_other(before[0], content)}"
             report.add("content", what, block_hash, before[1])
 
     def _differs(
         self, lane: Lane, block_hash: BlockHash, held: _Content, told: _Content, report: _Report
     ) -> None:
-        what = f"{_hex(block_hash)} stood for {_other(held, told)}"
+        what = f"{short_hash(block_hash)} stood for {_other(held, told)}"
         report.add("content", what, block_hash, _stored_at(lane, block_hash))
 
     # -------------------------------------------------------------------------------- removals
@@ -447,7 +447,7 @@ class Rank:
             memory.gone.put(lane.base + block_hash * len(_MEDIA) + at, place)
             behind = lane.behind[at]
             if block_hash in behind:
-                what = f"{_hex(block_hash)} leaves {_MEDIA[at]} before those behind it"
+                what = f"{short_hash(block_hash)} leaves {_MEDIA[at]} before those behind it"
                 report.add("child-left", what, block_hash, stored)
             parent = lane.parents[at].pop(block_hash, None)
             if parent is not None:
@@ -482,9 +482,9 @@ class Rank:
             return
         where = "any medium" if medium is None else str(medium)
         if gone is not None:
-            what = f"{_hex(block_hash)} was removed from {where} already"
+            what = f"{short_hash(block_hash)} was removed from {where} already"
         else:
-            what = f"{_hex(block_hash)} was never on {where}"
+            what = f"{short_hash(block_hash)} was never on {where}"
             gone = _stored_at(lane, block_hash) or self.cleared
         report.add("removed-unknown", what, block_hash, gone)
 
@@ -554,8 +554,3 @@ def _stored_at(lane: Lane, block_hash: BlockHash) -> Place | None:
 
 def _key(lane: Lane, block_hash: BlockHash, at: int) -> int:
     return lane.base + block_hash * len(_MEDIA) + at
-
-
-def _hex(block_hash: BlockHash) -> str:
-    """As short as a tail shows it."""
-    return f"{block_hash & 2**64 - 1:016x}"[:12]

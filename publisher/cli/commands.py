@@ -109,11 +109,21 @@ def prepare(arguments: Sequence[str]) -> Callable[[], int]:
     parser = parser_of(chosen)
     if not arguments:
         parser.error("which COMMAND? kvevents --help lists them")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _parser_below(parser, options.command).refuse(unknown)
     command = COMMANDS[options.command]
     if not all(importlib.util.find_spec(module) for module in command.modules):
         parser.error(f"{options.command} needs pip install 'kvevents[{command.extra}]'")
     return lambda: _run(options)
+
+
+def _parser_below(parser: Parser, command: str) -> Parser:
+    """The command's own."""
+    (commands,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    found = commands.choices[command]
+    assert isinstance(found, Parser)
+    return found
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -164,20 +164,13 @@ def _name(file: str) -> str:
 
 def _account(recorded: Recorded) -> str:
     """How long it took, how large it is, and what is missing in it."""
+    from publisher.tools.columns import byte_size
+
     gaps, lost = recorded.gaps, recorded.lost
     missing = "no gap" if not gaps else "1 gap" if gaps == 1 else f"{gaps:,} gaps"
     if lost:
         missing += f", {'1 batch' if lost == 1 else f'{lost:,} batches'} lost"
-    return f"{recorded.seconds:.1f} s, {_size(recorded.size)}, {missing}"
-
-
-def _size(count: int) -> str:
-    if count < 1000:
-        return f"{count} bytes"
-    for unit, step in (("kB", 10**3), ("MB", 10**6)):
-        if count < step * 1000:
-            return f"{count / step:.1f} {unit}"
-    return f"{count / 10**9:,.1f} GB"
+    return f"{recorded.seconds:.1f} s, {byte_size(recorded.size)}, {missing}"
 
 
 def _start(text: str | None, replay_endpoint: str | None) -> int | None:

@@ -63,6 +63,8 @@ class DemoOptions(msgspec.Struct, frozen=True):
     movable: tuple[str, ...]
     """Those of the two that nobody asked for: a free port does as well when they are taken."""
     as_json: bool
+    loop: bool = False
+    """Begin the trace anew whenever it is over: there is no end but Ctrl-C."""
 
     @property
     def buffer_steps(self) -> int:
@@ -81,6 +83,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--requests", type=int, default=2000, metavar="N", help="at most; default %(default)s"
+    )
+    parser.add_argument(
+        "--loop",
+        action="store_true",
+        help="begin anew when these are over, without a summary, until Ctrl-C: time to look at it",
     )
     parser.add_argument(
         "--device-pages", type=int, default=16_384, metavar="N", help="default %(default)s"
@@ -151,6 +158,8 @@ def read_options(options: argparse.Namespace) -> DemoOptions:
                 f"{name}: {value} pages of {options.page_size} tokens need {pool} bytes, above"
                 f" {_MAX_POOL_BYTES}"
             )
+    if options.loop and options.json:
+        raise ConfigError("--json: the summary is never written with --loop")
     storage = options.storage or ("file" if host_pages else "none")
     if storage != "none" and not host_pages:
         raise ConfigError(f"--storage: {storage} needs a host tier, and --host-pages is 0")
@@ -185,6 +194,7 @@ def read_options(options: argparse.Namespace) -> DemoOptions:
         or _default_endpoint(_REPLAY_PORT, options.endpoint),
         movable=tuple(key for key in ("endpoint", "replay_endpoint") if not getattr(options, key)),
         as_json=options.json,
+        loop=options.loop,
     )
 
 

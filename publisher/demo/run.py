@@ -244,12 +244,14 @@ class _Progress:
     """A bar on stderr when that is a terminal; lines above it on stdout."""
 
     def __init__(self, options: DemoOptions) -> None:
-        self._total, self._quiet = options.requests, options.as_json
+        self._total = None if options.loop else options.requests
+        self._quiet = options.as_json
         self._drawn = False
 
     def show(self, done: int) -> None:
         if sys.stderr.isatty():
-            print(f"\r{bar(done, self._total)}", end="", file=sys.stderr, flush=True)
+            shown = f"{done:,} requests" if self._total is None else bar(done, self._total)
+            print(f"\r{shown}", end="", file=sys.stderr, flush=True)
             self._drawn = True
 
     def say(self, line: str) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from publisher.tools.colour import Paint
 
-__all__ = ["Cell", "Column", "Line", "lay_out", "painted", "short_number"]
+__all__ = ["Cell", "Column", "Line", "byte_size", "lay_out", "painted", "short_number"]
 
 _GAP = 2
 _INDENT = 2
@@ -110,6 +110,16 @@ def _cut(text: str, width: int) -> str:
 def painted(line: Line, paint: Paint) -> str:
     """A line as it is written."""
     return "".join(paint(text, style) for text, style in line).rstrip()
+
+
+def byte_size(count: int) -> str:
+    """So many bytes, in the unit that suits them."""
+    if count < 1000:
+        return f"{count} bytes"
+    for unit, step in (("kB", 10**3), ("MB", 10**6)):
+        if count < step * 1000:
+            return f"{count / step:.1f} {unit}"
+    return f"{count / 10**9:,.1f} GB"
 
 
 def short_number(value: float) -> str:

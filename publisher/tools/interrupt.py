@@ -11,6 +11,9 @@ from typing import Any
 __all__ = ["Interrupt", "InterruptCount"]
 
 
+_NO_MORE = 3
+
+
 class Interrupt:
     """While it is entered, Ctrl-C ends a `wait` and is noted, and stops nothing else; a second one is
     KeyboardInterrupt, as ever. Of the main thread.
@@ -52,7 +55,8 @@ class Interrupt:
 
 class InterruptCount:
     """Counts Ctrl-C instead of being stopped anywhere by it: in the middle of a batch half of it would be
-    known, and the other half taken for a lie.
+    known, and the other half taken for a lie. The third is KeyboardInterrupt, as ever: a batch may be
+    large beyond all patience.
     """
 
     def __init__(self) -> None:
@@ -61,6 +65,8 @@ class InterruptCount:
 
     def _notice(self, *_: object) -> None:
         self.count += 1
+        if self.count >= _NO_MORE:
+            raise KeyboardInterrupt
 
     def __enter__(self) -> InterruptCount:
         if threading.current_thread() is threading.main_thread():

@@ -139,6 +139,26 @@ SMALL = ("--json", "--requests", "200", "--device-pages", "400", "--host-pages",
 
 
 @pytest.mark.integration
+def test_a_trace_that_begins_anew(tag: str) -> None:
+    """With --loop more comes than its requests tell once, and Ctrl-C is the end."""
+    options = ("--loop", "--requests", "20", "--device-pages", "200", "--host-pages", "0")
+    with start_kvevents(tag, "demo", *options, *FREE_PORTS) as process:
+        assert process.stdout is not None
+        endpoint = process.stdout.readline().split()[2].rstrip(",")
+        done = kvevents("tail", endpoint, "--count", "150")
+        assert (done.returncode, process.poll()) == (0, None)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60.0)
+        assert (process.returncode, err) == (130, "")
+
+
+def test_a_loop_has_no_summary() -> None:
+    """It is said at once."""
+    with pytest.raises(ValueError, match="--json: the summary is never written with --loop"):
+        read_options(demo_arguments("--loop", "--json"))
+
+
+@pytest.mark.integration
 def test_a_second_run_over_the_same_store_starts_warm(tmp_path: Path) -> None:
     """What the first run left on disk is announced at once, and hit; the store's folder stays."""
     arguments = (*SMALL, "--storage-dir", str(tmp_path / "store"))

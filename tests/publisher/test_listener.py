@@ -145,6 +145,26 @@ def test_a_giant_answer_is_a_replay_without_an_end() -> None:
         assert Channel.OVER in channels(steps) and Channel.ANSWER not in channels(steps)
 
 
+def test_an_answer_as_large_as_an_engines_is_had() -> None:
+    """All that it retains fits, 10,000 batches, whatever we are busy with: it drops what does not."""
+    with (
+        RawPublisher() as publisher,
+        Listener(publisher.endpoint, publisher.replay_endpoint, hwm=100, start=0) as listener,
+    ):
+        publisher.await_subscriber()
+        listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
+        client, _ = publisher.request()
+        publisher.router.setsockopt(
+            zmq.SNDTIMEO, int(PATIENCE_S * 1000)
+        )  # it waits where they drop
+        for seq in range(10_000):
+            answer = replay_answer(b"", seq, bytes(2000), delimited=True)
+            publisher.router.send_multipart([client, *answer])
+        publisher.end(client)
+        steps = listen_until(listener, lambda steps: len(told(steps)) == 10_000)
+        assert told(steps) == list(range(10_000))
+
+
 def away(seconds: float) -> None:
     """Whoever listens does something else."""
     time.sleep(seconds)

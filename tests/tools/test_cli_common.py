@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ from kvevents.frames import live_frames
 from kvevents.message import Channel
 from publisher.cli import main
 from publisher.cli.commands import COMMANDS, Command, parser_of
+from publisher.tools.interrupt import InterruptCount
 
 NOBODY = "tcp://127.0.0.1:1"
 STORED = BlockStored([7], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU)
@@ -314,3 +316,15 @@ def test_a_fault_of_ours_is_no_mistake_in_the_command(
     err = capsys.readouterr().err
     assert err.startswith("Traceback ")
     assert "this is it" in err
+
+
+def test_the_third_ctrl_c_ends_whatever_hangs() -> None:
+    """The first two are only counted: a batch is to be read to its end."""
+    before = signal.getsignal(signal.SIGINT)
+    with InterruptCount() as interrupts:
+        for count in (1, 2):
+            signal.raise_signal(signal.SIGINT)
+            assert interrupts.count == count
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before

@@ -181,7 +181,7 @@ def test_a_page_has_the_picture_and_the_numbers(life: tuple[Path, str]) -> None:
         *("Resident blocks, by tier", "How long blocks stay"),
     ):
         assert words in page.words, words
-    assert page.rows("Prefixes that return most")[6:11] == ["000000000000", "GPU", "0", "1", "3"]
+    assert page.rows("Prefixes that return most")[6:11] == ["000000000006", "GPU", "0", "1", "3"]
     tiers = page.rows("kept at twice")[1:]
     told = ["GPU", "15", "5", "0", "10", "10", "201 ms", "201 ms", "4 (27%)", "100%", "302 ms", "3"]
     assert tiers[:13] == [*told, "100%"]

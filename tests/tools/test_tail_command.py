@@ -1213,7 +1213,7 @@ def test_why_nothing_is_shown_is_said_at_once() -> None:
     assert "not connected to" in lines["dead"] and "not connected to" in lines["swap"]
     assert "it has sent nothing whose topic begins with 'kv 1'" in lines["topic"]
     assert "batches have come" in lines["wait"] and "has not answered for" in lines["wait"]
-    assert "it seems to be another publisher's" in lines["ahead"]
+    assert "the two are of different publishers, or what comes is far behind" in lines["ahead"]
     for line in lines.values():
         ((source, *more),) = doctors(line)
         assert more == ["--topic", "kv 1"] and source in words

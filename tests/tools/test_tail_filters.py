@@ -20,10 +20,9 @@ from kvevents import (
 )
 from kvevents.events import _ALIASES
 from kvevents.follower import Told
-from kvevents.hashing import canonical_hash
+from kvevents.hashing import canonical_hash, short_hash
 from kvevents.reading import Reading
 from publisher.tools.tail.filters import Filter, parse_filter
-from publisher.tools.tail.lines import short_hash
 
 GPU, CPU, DISK, EXTERNAL = StorageMedium
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
+from kvevents.hashing import short_hash
 from kvevents.profile import Counts, Profile
 from publisher.tools.captures.plot_figure import INK, PAPER, SHADE, duration, svg
 from publisher.tools.text import printable
@@ -140,7 +141,7 @@ def _row(counts: Counts) -> list[str]:
 def _returning(profile: Profile) -> str:
     rows = [
         [
-            f"{head.block_hash & 2**64 - 1:016x}"[:12],
+            short_hash(head.block_hash),
             head.medium.value,
             "others" if head.rank is None else f"{head.rank}",
             *(f"{head.times:,}", f"{head.blocks:,}"),

@@ -13,11 +13,10 @@ from kvevents.events import (
     StorageMedium,
     medium_of,
 )
-from kvevents.hashing import canonical_hash
+from kvevents.hashing import canonical_hash, short_hash
 from kvevents.reading import Reading
 from publisher.checks import shown
 from publisher.tools.fleet.prompt import parse_tokens
-from publisher.tools.tail.lines import short_hash
 
 __all__ = ["Filter", "HashPattern", "parse_filter"]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from publisher.checks import shown
+from publisher.tools.columns import byte_size
 from publisher.tools.tail.stream import Stream
 
 __all__ = ["footer"]
@@ -46,7 +47,7 @@ def footer(
     only = f"; {written:,} shown" if asked or written != (batches if whole else events) else ""
     yield (
         f"batches  {batches:,} in {_seconds(seconds)}{_rate(batches, seconds)}"
-        f", {_size(of('bytes'))}{f'; {how}' if how else ''}{only if whole else ''}"
+        f", {byte_size(of('bytes'))}{f'; {how}' if how else ''}{only if whole else ''}"
     )
     kinds = ", ".join(f"{of(name):,} {name}" for name in ("stored", "removed", "cleared"))
     yield f"events   {events:,}{_rate(events, seconds)}: {kinds}{'' if whole else only}"
@@ -135,12 +136,3 @@ def _seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min {rest} s" if hours else f"{minutes} min {rest} s"
-
-
-def _size(count: int) -> str:
-    if count < 1000:
-        return f"{count} bytes"
-    for unit, step in (("kB", 10**3), ("MB", 10**6)):
-        if count < step * 1000:
-            return f"{count / step:.1f} {unit}"
-    return f"{count / 10**9:,.1f} GB"

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Final
 
 from kvevents.events import AllBlocksCleared, BlockStored, Event
+from kvevents.hashing import short_hash
 from kvevents.reading import Reading
 from publisher.checks import shown
-from publisher.tools.tail.lines import clock, short_hash
+from publisher.tools.tail.lines import clock
 from publisher.tools.tail.notice import Notice
 from publisher.tools.tail.objects import hash_name
 from publisher.tools.tail.stream import Stream

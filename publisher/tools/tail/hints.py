@@ -156,8 +156,8 @@ class Watch:
     def _of_another(self, seen: Seen) -> str:
         return (
             f"the replay endpoint {self.address.replay_endpoint} is {_batches(seen.ahead)} ahead of what"
-            f" comes from {self.address.endpoint}: it seems to be another publisher's, and what"
-            f" comes is taken for told already; {self._says_more}"
+            f" comes from {self.address.endpoint}, which is taken for told already: the two are of"
+            f" different publishers, or what comes is far behind; {self._says_more}"
         )
 
     @property

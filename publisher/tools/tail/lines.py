@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
-from kvevents.hashing import canonical_hash
+from kvevents.hashing import short_hash
 from kvevents.reading import Reading
 from publisher.checks import shown
 from publisher.tools.colour import Paint
@@ -16,9 +16,8 @@ from publisher.tools.tail.notice import Notice
 from publisher.tools.tail.stream import Stream
 from publisher.tools.text import printable
 
-__all__ = ["Lines", "clock", "short_hash"]
+__all__ = ["Lines", "clock"]
 
-_BITS = 2**64 - 1
 _MEDIA = {
     StorageMedium.GPU: "green",
     StorageMedium.CPU: "yellow",
@@ -151,16 +150,6 @@ class Lines:
             cut = ",…" if len(tokens) < len(event.token_ids) else ""
             parts.append(f"tokens={','.join(map(str, tokens))}{cut}")
         return " " + " ".join(parts)
-
-
-def short_hash(value: int | bytes) -> str:
-    """The first 12 of the 16 hex digits of its 64 bits; the last 12, where the others are zeros, or
-    engines that count their blocks would have one name for all of them.
-    """
-    if type(value) is not int:
-        value = canonical_hash(value)
-    bits = value & _BITS
-    return f"{bits >> 16 if bits >> 48 else bits:012x}"
 
 
 def clock(ts: float) -> str:

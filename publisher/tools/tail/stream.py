@@ -28,8 +28,8 @@ __all__ = ["Stream", "labels_of"]
 _LOOKED_AT = 64
 """Batches whose form is looked at, all of them; after that, every so many."""
 
-_MOST = 17
-"""Names that are kept; a stranger may send any number."""
+_MOST, _MOST_RANKS = 17, 1024
+"""Names and ranks that are kept; a stranger may send any number."""
 
 _LABEL = 24
 
@@ -214,7 +214,8 @@ class Stream:
         if not events:
             self.empty += not reading.skipped
             return
-        self.ranks.add(reading.rank)
+        if len(self.ranks) < _MOST_RANKS:
+            self.ranks.add(reading.rank)
         if self.appearance.payloads < _LOOKED_AT or not self.batches % _LOOKED_AT:
             self.appearance.add(told.payload)
         for event in events:
