@@ -73,9 +73,10 @@ def add_options(parser: Parser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"""\
 It subscribes to everything for a moment and asks for one replay, reads some
-thousands of messages at most, and stops when it knows. Its last line is the
-likeliest cause, and what to change. A sink that tells_joiners tells its state
-anew for it; one with CURVE counts its greeting as a handshake that failed.
+thousands of messages at most (20,000 of a replay of empty ones), and stops when
+it knows. Its last line is the likeliest cause; what to change is said there, or
+above. A sink that tells_joiners tells its state anew for it; one with CURVE
+counts its greeting as a handshake that failed.
 
 examples:
   kvevents doctor tcp://10.0.0.5:5557

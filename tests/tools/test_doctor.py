@@ -188,14 +188,16 @@ def test_an_interrupt_ends_it() -> None:
 
 
 def test_the_text_is_a_line_a_probe() -> None:
-    """With the advice below what is wrong, and one line in the end; no colours in a pipe."""
+    """With the advice below what is wrong, and one line in the end, which names both; no colours in a
+    pipe.
+    """
     (port,) = free_ports(1)
     done = kvevents("doctor", f"tcp://127.0.0.1:{port}", *TIMEOUT)
     first, advice, last = done.stdout.splitlines()
     assert first == f"!!  connect    nobody listens at 127.0.0.1:{port}"
     assert advice.startswith(" " * 15 + "→ is the publisher up")
     cause = f"Nothing arrives because nobody listens at 127.0.0.1:{port}."
-    assert last == f"{cause} {advice.strip()}"
+    assert last == f"{cause} → see 'connect' above"
     assert advice.endswith("look again with --bind: we listen there for a second")
     assert (done.returncode, done.stderr) == (3, "")
 
@@ -552,7 +554,7 @@ def test_keys_for_a_publisher_without(guarded: tuple[tuple[str, str, str], Path]
 
 
 def test_an_engine_that_says_nothing() -> None:
-    """Connected and idle, with nothing to ask: what to turn on, and that it is none of our sidecars."""
+    """Connected and idle, with nothing to ask: what to turn on."""
     with RawPublisher() as publisher:
         report = doctor(publisher.endpoint, *BRIEFLY)
         said = report.text("events", "wrong")
@@ -603,6 +605,26 @@ def test_an_engine_that_is_idle_now() -> None:
         assert "nothing happens" in report.text("events", "unknown")
         assert report.conclusion.startswith("Nothing arrives because nothing happens: ")
         assert report.code == 0
+
+
+def test_an_idle_publisher_that_the_router_could_not_read() -> None:
+    """What is retained is judged as what comes would be, and is why, not that nothing happens."""
+    signed = BlockStored([-7], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU)
+    with RawPublisher() as publisher:
+        addresses = publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint
+        arguments = "--as", "vllm-router", "--block-size", "16"
+        with examining(*addresses, *BRIEFLY, *arguments) as under_way:
+            serve(publisher, (0, signed), (1, signed))
+            report = under_way.report()
+        assert "nothing happens" in report.text("events", "unknown")
+        assert "expects 16" in report.text("blocks", "wrong")
+        assert report.conclusion == (
+            "No message came, and the router has no use for what is replayed: seq 0 (and 1 more)"
+            " vllm-router drops the batch: events[0].block_hashes[0] is -7: it reads unsigned hashes"
+            " only (and 1 thing more is wrong)."
+        )
+        assert 'dialect = "vllm-router"' in report.change
+        assert report.code == 1
 
 
 def test_a_sidecar_whose_worker_tells_nothing(tmp_path: Path) -> None:
@@ -791,6 +813,21 @@ def test_a_replay_that_does_not_end() -> None:
         assert "did not end it" in report.text("replay", "wrong")
 
 
+def test_a_replay_that_takes_longer_than_we_do() -> None:
+    """One was ended, so it is not stuck; what the next has not told yet may be told later."""
+    with RawPublisher() as publisher:
+        addresses = publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint
+        with examining(*addresses, *TIMEOUT) as under_way:
+            client, _ = publisher.request()
+            publisher.end(client)
+            client, _ = publisher.request()
+            publisher.answer(client, 0)
+            report = under_way.report()
+        assert "to seq 0, and more" in report.text("replay", "ok")
+        assert "none has an event; the rest was not looked at" in report.conclusion
+        assert report.code == 0
+
+
 def test_a_replay_endpoint_where_nobody_is() -> None:
     """What an engine needs for one."""
     (port,) = free_ports(1)
@@ -820,6 +857,31 @@ def test_a_replay_of_thousands_is_not_read_to_its_end() -> None:
         assert "3000 batches, 3000 blocks stored, to seq 2999, and more" in report.text(
             "replay", "ok"
         )
+
+
+def test_a_store_behind_thousands_of_heartbeats() -> None:
+    """A replay that begins with a clear and thousands of empty batches is read to what it holds."""
+    with RawPublisher() as publisher:
+        publisher.router.setsockopt(zmq.SNDHWM, 0)
+        addresses = publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint
+        with examining(*addresses) as under_way:
+            publisher.await_subscriber()
+            client, _ = publisher.request()
+            publisher.end(client)
+            client, start = publisher.request()
+            assert start == 0
+            publisher.answer(client, 0, AllBlocksCleared())
+            for seq in range(1, 3501):
+                publisher.answer(client, seq)
+            publisher.answer(client, 3501, STORED)
+            publisher.answer(client, 3502)
+            publisher.end(client)
+            publisher.live(3503)
+            report = under_way.report()
+        said = report.text("replay", "ok")
+        assert "3502 batches, 1 block stored, 1 clear, 3500 empty, to seq 3501, and more" in said
+        assert "1 block stored, to seq 3501, and more" in report.text("events", "ok")
+        assert report.code == 0
 
 
 def test_a_replay_socket_next_door() -> None:

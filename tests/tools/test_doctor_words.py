@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from publisher_rig import payload_of
 
-from kvevents import BlockStored, StorageMedium
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.frames import live_frames, replay_answer, replay_end
 from kvevents.lint import CONSUMERS
 from publisher.checks import one_line
@@ -34,14 +35,17 @@ from publisher.tools.doctor.judging import (
     judge_replay,
     judge_topic,
 )
-from publisher.tools.doctor.listening import Heard
+from publisher.tools.doctor.listening import Heard, has_room
 
 OK = Finding("connect", "ok", "all is well")
 WRONG = Finding("replay", "wrong", "it is red", "paint it")
 STOPS = Finding("topic", "wrong", "it is cut", "mend it", stops=True)
 OFFLINE = Finding("connect", "wrong", "nobody is there", stops=True, offline=True)
 IDLE = Finding("events", "unknown", "nothing happens", "send it a prompt", stops=True)
-VOID = Finding("fit", "wrong", "it reads maps only", "send maps", voids=True)
+VOID = Finding("fit", "wrong", "it reads maps only", "send maps", voids="all")
+MOSTLY = Finding("fit", "wrong", "it drops some", "send others", voids="most")
+SUM = Finding("fit", "wrong", "it loses all", sums_up=True)
+SIZE = Finding("blocks", "wrong", "blocks are small", "make them large", voids="all")
 MAYBE = Finding("content", "unknown", "token_ids are left out", "tell them")
 STORED = BlockStored([7], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU)
 
@@ -75,6 +79,21 @@ STORED = BlockStored([7], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU)
             1,
         ),
         ([VOID, STOPS], Arrivals(1, 1), "Nothing arrives because it is cut.", 1),
+        ([SIZE, VOID, SUM], Arrivals(1, 1), "them: it reads maps only (and 1 thing more is", 1),
+        ([SIZE, SUM], Arrivals(2, 0), "but the router has no use for what it says: blocks are", 1),
+        ([MOSTLY, SUM], Arrivals(1, 1), "no use for most of them: it drops some.", 1),
+        (
+            [IDLE, SUM, VOID],
+            Arrivals(),
+            "No message came, and the router has no use for what is",
+            1,
+        ),
+        (
+            [IDLE, WRONG, replace(VOID, voids=None)],
+            Arrivals(),
+            "No message came, and of what is replayed: it reads maps only (and 1 thing more is",
+            1,
+        ),
         ([IDLE, STOPS], Arrivals(1, 0), "Nothing arrives because it is cut.", 1),
     ],
 )
@@ -105,8 +124,174 @@ def test_lines_for_80_columns() -> None:
     last = conclusion([finding], Arrivals())
     assert max(map(len, last_lines(last, 80))) <= 80
     (line,) = last_lines(last, None)
-    assert " → do this do this" in line
+    assert line.endswith(" → see 'handshake' above")
+    (line,) = last_lines(conclusion([WRONG], Arrivals()), None)
+    assert line.endswith(" → paint it")
     assert lines(OK, painter(colours=True), None) == ["\x1b[32mok\x1b[0m  connect    all is well"]
+
+
+# ------------------------------------------------------------------------------- what came, in order
+
+
+def judged(heard: Heard, name: str, *, block_size: int | None = None) -> list[Finding]:
+    """All that is said of it for a router."""
+    return [
+        judge_liveness(heard),
+        *judge_topic(heard, ""),
+        *judge_content(heard, block_size),
+        *judge_fit(heard, CONSUMERS[name]),
+    ]
+
+
+def last_of(heard: Heard, findings: list[Finding]) -> str:
+    return conclusion(findings, Arrivals(heard.live.batches, heard.live.events)).text
+
+
+ARRAY = msgspec.msgpack.encode([1.0, [["BlockStored", [7], None, [1], 1, None, "GPU"]], 0])
+SIGNED = BlockStored([-7], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU)
+
+
+def of_replay(*payloads: bytes, topic: bytes = b"", ended: bool = True) -> Heard:
+    """Nothing came live."""
+    answers = [replay_answer(topic, seq, one, delimited=True) for seq, one in enumerate(payloads)]
+    return Heard(Content(), content_of(answers, 0), 1.0, True, True, ended)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_replay_is_judged_where_nothing_comes(ended: bool) -> None:
+    """To its end or not, by the router and the block size; a heartbeat does not change that."""
+    heard = of_replay(payload_of(SIGNED), payload_of(SIGNED), ended=ended)
+    for live in ([], [live_frames(b"", 9, payload_of())]):
+        heard = replace(heard, live=content_of(live))
+        findings = judged(heard, "vllm-router", block_size=16)
+        assert "vllm-router drops the batch: events[0].block_hashes[0]" in last_of(heard, findings)
+        assert [one.voids for one in findings if one.voids] == ["all", "all"]
+        assert exit_code(findings) == 1
+        fits = judged(heard, "smg", block_size=4)
+        assert [one.verdict for one in fits if one.probe in ("blocks", "fit")] == ["ok", "ok"]
+
+
+def test_a_replay_that_cannot_be_read() -> None:
+    """It is not that there is no event in it."""
+    for payload, what in (
+        (b"\xc1", "no payload"),
+        (ARRAY.replace(b"Stored", b"Stolen"), "no event"),
+    ):
+        finding = judge_liveness(of_replay(payload, payload))
+        assert (finding.verdict, finding.stops) == ("wrong", True)
+        assert finding.text.startswith(f"{what} of 2 replayed batches can be read: ")
+    findings = list(judge_content(of_replay(payload_of(STORED), b"\xc1"), None))
+    assert any(one.text.startswith("1 of 2 replayed payloads cannot") for one in findings)
+
+
+CLEARED = AllBlocksCleared()
+REMOVED = BlockRemoved([7], medium=StorageMedium.GPU)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize(
+    ("live", "told", "said"),
+    [
+        ([], [], "none has an event"),
+        ([()], [], "none has an event"),
+        ([], [CLEARED], "none stores a block"),
+        ([()], [CLEARED], "none stores a block"),
+        ([()], [REMOVED], "none stores a block"),
+        ([(CLEARED,)], [CLEARED], "none stores a block"),
+    ],
+)
+def test_a_replay_that_was_cut_proves_no_absence(
+    live: list[tuple[Event, ...]], told: list[Event], said: str, ended: bool
+) -> None:
+    """What it was not seen to hold is said of the part that was read, and nothing is wrong for it; an
+    END of an earlier replay does not change that. One that was read to its end proves it.
+    """
+    payloads = [payload_of(*told), payload_of()]
+    messages = [live_frames(b"", 9, payload_of(*one)) for one in live]
+    heard = replace(of_replay(*payloads, ended=ended), live=content_of(messages), cut=True)
+    finding = judge_liveness(heard)
+    assert finding.verdict == "unknown"
+    assert finding.text.endswith(
+        f"of the first 2 batches of its replay {said}; the rest was not looked at"
+    )
+    whole = judge_liveness(replace(heard, ended=True, cut=False))
+    assert "not looked at" not in whole.text
+    assert whole.verdict == ("unknown" if REMOVED in told else "wrong")
+
+
+def test_a_replay_that_was_cut_has_more() -> None:
+    """What it does hold is told as a part of it."""
+    heard = replace(of_replay(payload_of(STORED)), cut=True)
+    assert judge_liveness(heard).text.endswith("1 block stored, to seq 0, and more")
+    assert judge_replay("there", heard).text.endswith("to seq 0, and more")
+    assert judge_liveness(replace(of_replay(b"\xc1"), cut=True)).text.startswith(
+        "no payload of the first 1 replayed batch can be read"
+    )
+    heard = Heard(Content(), Content(start=0), 1.0, True, True, cut=True)
+    for finding in (judge_replay("there", heard), judge_liveness(heard)):
+        assert "its replay was not read to its end" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("start", "messages", "empty", "stored", "room"),
+    [
+        (0, 3000, 2999, 0, True),
+        (0, 19_999, 19_999, 0, True),
+        (0, 20_000, 20_000, 0, False),
+        (0, 3000, 0, 0, False),
+        (0, 3500, 3499, 1, False),
+        (0, 2999, 0, 2999, True),
+        (None, 3000, 3000, 0, False),
+    ],
+)
+def test_empty_batches_do_not_end_a_replay(
+    start: int | None, messages: int, empty: int, stored: int, room: bool
+) -> None:
+    """A block may be stored behind many of them; live ones, and others, are bounded as ever."""
+    content = Content(start=start)
+    content.messages, content.empty, content.stored = messages, empty, stored
+    assert has_room(content) is room
+
+
+def test_a_silence_does_not_say_whose_it_is() -> None:
+    """A sidecar may have been told to beat less often."""
+    advice = judge_liveness(Heard(Content(), Content(), 12.0)).advice
+    assert advice.endswith("A sidecar of ours says something every 5 s unless told otherwise")
+    assert "of ours" not in judge_liveness(Heard(Content(), Content(), 9.0)).advice
+
+
+def test_what_a_router_looks_at_first_is_the_cause() -> None:
+    """Its topic, then the form, then the events, then the block size, also of a replay alone; each is
+    counted once, and nothing is written as Python does.
+    """
+    live = [live_frames(b"kv-events", seq, ARRAY) for seq in range(3)]
+    for heard in (
+        Heard(content_of(live), Content(), 1.0),
+        of_replay(ARRAY, ARRAY, topic=b"kv-events"),
+    ):
+        findings = judged(heard, "vllm-router", block_size=64)
+        last = last_of(heard, findings)
+        assert "vllm-router drops the batch: topic is 'kv-events': it reads '' only (and" in last
+        assert last.endswith(" (and 2 things more are wrong).")
+        assert not [one for one in findings if "b'" in one.text + one.advice]
+    heard = of_replay(ARRAY, topic=b"")
+    assert "it reads maps only" in last_of(heard, judged(heard, "vllm-router", block_size=64))
+    heard = of_replay(payload_of(STORED))
+    assert "router expects 64" in last_of(heard, judged(heard, "vllm-router", block_size=64))
+
+
+def test_what_costs_little_is_not_the_cause() -> None:
+    """One batch that is lost is not named before the events that all others lose."""
+    bare = BlockStored([8], None, [], 4, medium=StorageMedium.GPU)
+    payloads = [payload_of(SIGNED), *([payload_of(bare)] * 5)]
+    heard = of_replay(*payloads)
+    assert "token_ids empty" in last_of(heard, judged(heard, "vllm-router")).replace(" is ", " ")
+    heard = of_replay(*payloads[:1], *([payload_of(STORED)] * 5))
+    findings = judged(heard, "vllm-router")
+    assert [one.voids for one in findings if one.voids] == []
+    assert last_of(heard, findings).startswith(
+        "No message came, and of what is replayed: seq 0 vll"
+    )
 
 
 # ---------------------------------------------------------------------------------------- any bytes

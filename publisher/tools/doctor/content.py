@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from kvevents.appearance import Appearance
 from kvevents.errors import KVEventsError
@@ -11,10 +12,19 @@ from kvevents.follower import Told
 from kvevents.frames import END, Frame, parse_live, parse_replay_answer
 from kvevents.reading import read
 
-__all__ = ["Content"]
+__all__ = ["Content", "Kept"]
 
 _MOST_TOPICS, _TOPIC_BYTES = 20, 200
 _KEPT_MESSAGES, _KEPT_BYTES = 1000, 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A message as it came, with so many events in it that store or remove."""
+
+    frames: list[bytes]
+    stored: int
+    removed: int
 
 
 class Content:
@@ -43,8 +53,8 @@ class Content:
         self.topics: Counter[bytes] = Counter()
         self.frame_counts: Counter[int] = Counter()
         self.appearance = Appearance()
-        self.kept: list[list[bytes]] = []
-        """The first of the messages, as they came."""
+        self.kept: list[Kept] = []
+        """The first of the messages."""
         self._kept_bytes = 0
 
     @property
@@ -60,9 +70,15 @@ class Content:
     def take(self, frames: list[bytes]) -> None:
         """One message; anything may be in it."""
         size = sum(map(len, frames))
-        if self.all_kept and len(self.kept) < _KEPT_MESSAGES and self._kept_bytes < _KEPT_BYTES:
-            self.kept.append(frames)
+        before = self.stored, self.removed
+        keep = self.all_kept and len(self.kept) < _KEPT_MESSAGES and self._kept_bytes < _KEPT_BYTES
+        self._take(frames, size)
+        if keep:
+            counts = self.stored - before[0], self.removed - before[1]
+            self.kept.append(Kept(frames, *counts))
             self._kept_bytes += size
+
+    def _take(self, frames: list[bytes], size: int) -> None:
         self.messages += 1
         self.bytes += size
         self.frame_counts[len(frames)] += 1

@@ -10,9 +10,19 @@ from typing import Literal
 from publisher.checks import one_line
 from publisher.tools.colour import Paint
 
-__all__ = ["Arrivals", "Finding", "Verdict", "conclusion", "exit_code", "last_lines", "lines"]
+__all__ = [
+    "Arrivals",
+    "Finding",
+    "Verdict",
+    "Voids",
+    "conclusion",
+    "exit_code",
+    "last_lines",
+    "lines",
+]
 
 Verdict = Literal["ok", "wrong", "unknown"]
+Voids = Literal["most", "all"]
 
 _SIGNS = {"ok": "ok", "wrong": "!!", "unknown": "??"}
 _COLOURS = {"ok": "green", "wrong": "bold red", "unknown": "yellow"}
@@ -20,17 +30,26 @@ _PROBE_WIDTH = 11
 _ADVICE = "→ "
 _CAUSES = (
     *("address", "two-sided", "connect", "handshake", "http", "topic", "events", "content"),
-    *("blocks", "fit", "replay"),
+    *("fit", "blocks", "replay"),
 )
-"""Probes, those first without which the others do not matter; a replay brings only what was before."""
+"""Probes, those first without which the others do not matter: a router looks at the size of a block when
+it has read it. A replay brings only what was before.
+"""
+
+_OF_WHAT_CAME = ("content", "fit", "blocks")
+_USES = {"all": "no use for {}", "most": "no use for most of {}"}
+_REPEATED = 60
+"""Advice up to so long is told twice; more is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What one probe came to. `text`: a clause that can stand behind "because". `advice`: what to change.
 
-    `stops`: alone it keeps everything from arriving at a router that is told what we were. `voids`: what
-    arrives is of no use to that router. `offline`: nobody was there to speak with.
+    `stops`: alone it keeps everything from arriving at a router that is told what we were. `voids`: how
+    much of what arrives is of no use to that router. `offline`: nobody was there to speak with.
+    `sums_up`: it repeats those before, and is no cause. `about`: of a conclusion, the probe whose advice
+    it has.
     """
 
     probe: str
@@ -38,8 +57,10 @@ class Finding:
     text: str
     advice: str = ""
     stops: bool = False
-    voids: bool = False
+    voids: Voids | None = None
     offline: bool = False
+    sums_up: bool = False
+    about: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +96,21 @@ def _wrap(text: str, width: int | None) -> list[str]:
 def conclusion(findings: Sequence[Finding], arrivals: Arrivals) -> Finding:
     """What they come to: the likeliest cause, and what to change."""
     found = sorted(findings, key=lambda one: _CAUSES.index(one.probe))
-    wrong = [one for one in found if one.verdict == "wrong"]
+    wrong = [one for one in found if one.verdict == "wrong" and not one.sums_up]
     stopping = [one for one in wrong if one.stops]
-    if not arrivals.events:
-        stopping += [one for one in found if one.stops]
-    if not arrivals.batches:
-        stopping += wrong
+    spoiling = _spoiling(wrong)
+    if not spoiling:  # what is wrong with what was told before is no better when more comes
+        if not arrivals.events:
+            stopping += [one for one in found if one.stops]
+        if not arrivals.batches:
+            stopping += wrong
     if stopping:
         return _conclude(wrong, f"Nothing arrives because {stopping[0].text}.", stopping[0])
-    came = "Events arrive" if arrivals.events else "The stream is alive"
-    batches = "1 batch was" if arrivals.batches == 1 else f"{arrivals.batches} batches were"
-    told = f"{came}: {batches} received"
+    told = _told(arrivals)
     if wrong:
-        cause = next((one for one in wrong if one.voids), wrong[0])
-        use = "the router has no use for them: " if cause.voids else ""
+        cause = (spoiling or wrong)[0]
         more = f" (and {_more(len(wrong) - 1)})" if len(wrong) > 1 else ""
-        return _conclude(wrong, f"{told}, but {use}{cause.text}{more}.", cause)
+        return _conclude(wrong, f"{told}, {_but(cause, arrivals)}{cause.text}{more}.", cause)
     told += ", and nothing wrong was found"
     unsure = next((one for one in found if one.verdict == "unknown"), None)
     if unsure is None:
@@ -98,15 +118,41 @@ def conclusion(findings: Sequence[Finding], arrivals: Arrivals) -> Finding:
     return _conclude(wrong, f"{told}. What may matter: {unsure.text}.", unsure)
 
 
+def _spoiling(wrong: list[Finding]) -> list[Finding]:
+    """Causes in what came, live or replayed; those that spoil most of it first."""
+    voiding = [one for one in wrong if one.voids is not None]
+    return voiding or [one for one in wrong if one.probe in _OF_WHAT_CAME]
+
+
+def _told(arrivals: Arrivals) -> str:
+    if not arrivals.batches:
+        return "No message came"
+    came = "Events arrive" if arrivals.events else "The stream is alive"
+    batches = "1 batch was" if arrivals.batches == 1 else f"{arrivals.batches} batches were"
+    return f"{came}: {batches} received"
+
+
+def _but(cause: Finding, arrivals: Arrivals) -> str:
+    """What stands before a cause."""
+    if cause.voids is None:
+        return "but " if arrivals.batches else "and of what is replayed: "
+    if not arrivals.batches:
+        return f"and the router has {_USES[cause.voids].format('what is replayed')}: "
+    them = "them" if arrivals.events else "what it says"
+    return f"but the router has {_USES[cause.voids].format(them)}: "
+
+
 def _conclude(wrong: list[Finding], text: str, cause: Finding | None = None) -> Finding:
-    advice = "" if cause is None else cause.advice
-    return Finding("conclusion", "wrong" if wrong else "ok", text, advice)
+    verdict: Verdict = "wrong" if wrong else "ok"
+    if cause is None:
+        return Finding("conclusion", verdict, text)
+    return Finding("conclusion", verdict, text, cause.advice, about=cause.probe)
 
 
 def last_lines(last: Finding, width: int | None) -> list[str]:
-    """A conclusion, for people: one line where no width is given."""
-    advice = f" {_ADVICE}{last.advice}" if last.advice else ""
-    return _wrap(last.text + advice, width)
+    """A conclusion, for people, who have read the advice above: one line where no width is given."""
+    advice = last.advice if len(last.advice) <= _REPEATED else f"see '{last.about}' above"
+    return _wrap(f"{last.text} {_ADVICE}{advice}" if advice else last.text, width)
 
 
 def _more(count: int) -> str:

@@ -208,5 +208,5 @@ def _judge(case: Case, heard: Heard) -> Iterator[Finding]:
     yield judge_liveness(heard)
     yield from judge_topic(heard, case.topic, case.consumer)
     yield from judge_content(heard, case.block_size)
-    if case.consumer is not None and heard.live.messages:
+    if case.consumer is not None and (heard.live.messages or heard.told.batches):
         yield from judge_fit(heard, case.consumer)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from kvevents.dialect import DIALECTS
-from kvevents.frames import JOIN
+from kvevents.frames import JOIN, live_frames
 from kvevents.lint import Consumer, Lint
 from kvevents.lint import Finding as Loss
+from kvevents.lint.finding import Lost
 from publisher.checks import one_line, shown
-from publisher.tools.doctor.content import Content
-from publisher.tools.doctor.diagnosis import Finding
+from publisher.tools.doctor.content import Content, Kept
+from publisher.tools.doctor.diagnosis import Finding, Voids
 from publisher.tools.doctor.listening import Heard
+from publisher.tools.repeats import Repeated, Repeats
 
 __all__ = ["enough", "judge_content", "judge_fit", "judge_liveness", "judge_replay", "judge_topic"]
 
 _REST_S, _FAULTY_S, _JUDGED_S = 0.3, 0.6, 1.0
 _HEARTBEAT_S = 5.0
 _MOST_LOSSES = 4
+_STEPS = ("batch", "event", "block", "stream", "misread", "unread")
+"""What can be lost, in the order in which a router comes to it."""
+
 _NO_EVENTS = (
     "send it a prompt longer than a block while this runs. vLLM: --kv-events-config"
     ' \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\', and prefix'
@@ -27,6 +33,7 @@ _NO_PUMP = (
     "does the worker call sidecar.pump(cache) after each change, and does it serve prompts longer than a"
     " page? --http http://HOST:PORT (the sidecar's, in its log) looks at /state"
 )
+_AGAIN = "send it a prompt, and look again"
 _TOPICS = '"topic" in --kv-events-config of vLLM and SGLang, --topic of kvevents serve'
 _OF_OTHERS = {"llm-d-sglang": "llm-d", "mooncake-vllm": "mooncake"}
 """Consumers that have no dialect of their own, and whose is nearest."""
@@ -111,7 +118,8 @@ def judge_liveness(heard: Heard) -> Finding:
     """Whether anything comes, and whether it is more than signs of life."""
     live, told = heard.live, heard.told
     lasted = f"{heard.lasted_s:.1f} s"
-    if not live.messages:
+    unread = _unread(heard)
+    if not live.messages and not unread:
         return _judge_silence(heard, lasted)
     if live.malformed and not live.batches:
         text = f"its {_number(live.malformed, 'message')} are none of KV events: {live.malformed_reason}"
@@ -125,28 +133,50 @@ def judge_liveness(heard: Heard) -> Finding:
         text = f"no payload of {_number(live.batches, 'message')} can be read: {live.reason}"
         advice = "KV events are MessagePack: is this the port of something else that publishes?"
         return Finding("events", "wrong", text, advice, stops=True)
+    if unread and not live.events:
+        advice = "is this the replay socket of something else? kvevents tail -v shows what comes"
+        return Finding("events", "wrong", unread, advice, stops=True)
     if live.stored or (live.events and told.stored):
         return Finding("events", "ok", f"{_counts(live)} in {lasted}")
     if told.stored:
-        text = f"{_number(live.batches, 'heartbeat')} in {lasted}, and no change; {_replayed(told)}"
+        text = (
+            f"{_number(live.batches, 'heartbeat')} in {lasted}, and no change; {_replayed(heard)}"
+        )
         return Finding("events", "ok", text)
     if live.events:
         return _judge_no_stores(heard, lasted)
     return _judge_heartbeats(heard, lasted)
 
 
+def _unread(heard: Heard) -> str:
+    """Why all of a replay says nothing; empty: it says something, or there is none of it."""
+    told = heard.told
+    count = _number(told.batches, "replayed batch", "replayed batches")
+    if heard.cut:
+        count = f"the first {count}"
+    if told.batches and told.unreadable == told.batches:
+        return f"no payload of {count} can be read: {told.reason}"
+    if told.skipped and told.skipped == told.events:
+        return f"no event of {count} can be read: {told.skipped_reason}"
+    return ""
+
+
 def _judge_silence(heard: Heard, lasted: str) -> Finding:
     told = heard.told
     if told.events > told.cleared:
-        text = f"nothing happens: no message came in {lasted}; {_replayed(told)}"
-        return Finding("events", "unknown", text, "send it a prompt, and look again", stops=True)
+        text = f"nothing happens: no message came in {lasted}; {_replayed(heard)}"
+        return Finding("events", "unknown", text, _AGAIN, stops=True)
     if heard.answered:
-        text = f"it said nothing in {lasted}, and there is no event in its replay"
+        text = f"it said nothing in {lasted}, and {_absent(heard)}"
+        if not heard.whole:
+            return Finding("events", "unknown", text, _AGAIN, stops=True)
         return Finding("events", "wrong", text, _NO_EVENTS, stops=True)
     text = f"the publisher said nothing in {lasted}"
     advice = _NO_EVENTS
     if heard.lasted_s > 2 * _HEARTBEAT_S:
-        advice += f". It is none of our sidecars: they say something every {_HEARTBEAT_S:g} s"
+        advice += (
+            f". A sidecar of ours says something every {_HEARTBEAT_S:g} s unless told otherwise"
+        )
     return Finding("events", "wrong", text, advice, stops=True)
 
 
@@ -157,6 +187,9 @@ def _judge_no_stores(heard: Heard, lasted: str) -> Finding:
         advice = "kvevents tail -v shows them; lint says what each router makes of them"
         return Finding("events", "wrong", text, advice, stops=True)
     if live.cleared == live.events:
+        if heard.answered and not heard.whole:
+            text = f"only AllBlocksCleared came in {lasted}, and {_absent(heard)}"
+            return Finding("events", "unknown", text, _AGAIN)
         text = f"only AllBlocksCleared came in {lasted}, and no block was stored"
         return Finding("events", "wrong", text, _NO_PUMP, stops=True)
     text = f"{_counts(live)} in {lasted}: blocks go and none is stored"
@@ -174,19 +207,37 @@ def _judge_heartbeats(heard: Heard, lasted: str) -> Finding:
             " tell whether it has told anything yet"
         )
         return Finding("events", "unknown", text, advice, stops=True)
+    if not heard.whole:
+        text = f"nothing changes: {beats} in {lasted}, and {_absent(heard)}"
+        return Finding("events", "unknown", text, _AGAIN, stops=True)
     if heard.told.removed:
-        text = f"{beats} in {lasted}, and nothing is held now; {_replayed(heard.told)}"
-        return Finding("events", "unknown", text, "send it a prompt, and look again")
-    text = f"the sidecar lives and its worker tells nothing: {beats} in {lasted}, no event in its replay"
+        text = f"{beats} in {lasted}, and nothing is held now; {_replayed(heard)}"
+        return Finding("events", "unknown", text, _AGAIN)
+    text = (
+        f"the sidecar lives and its worker tells nothing: {beats} in {lasted}, and {_absent(heard)}"
+    )
     return Finding("events", "wrong", text, _NO_PUMP, stops=True)
 
 
-def _replayed(told: Content) -> str:
+def _replayed(heard: Heard) -> str:
+    told = heard.told
+    count = _number(told.batches, "batch", "batches")
     if told.stored:
-        return (
-            f"its replay has {_number(told.stored_blocks, 'block')} stored, to seq {told.last_seq}"
-        )
-    return f"its replay has {_number(told.batches, 'batch', 'batches')}, to seq {told.last_seq}"
+        count = f"{_number(told.stored_blocks, 'block')} stored"
+    return f"its replay has {count}, to seq {told.last_seq}{', and more' if heard.cut else ''}"
+
+
+def _absent(heard: Heard) -> str:
+    """What a replay without a stored block lacks, as far as it was read."""
+    told = heard.told
+    if heard.whole:
+        return f"there is no {'stored block' if told.events else 'event'} in its replay"
+    if not told.batches:
+        return "its replay was not read to its end"
+    what = "stores a block" if told.events else "has an event"
+    first = _number(told.batches, "batch", "batches")
+    rest = "was not looked at" if heard.cut else "did not come"
+    return f"of the first {first} of its replay none {what}; the rest {rest}"
 
 
 def _counts(content: Content) -> str:
@@ -208,15 +259,26 @@ def _counts(content: Content) -> str:
 # ----------------------------------------------------------------------------------------- content
 
 
+def _fuller(heard: Heard) -> Content:
+    """What came live, unless only the replay shows blocks, or events at all."""
+    live, told = heard.live, heard.told
+    if live.stored or told.stored:
+        return live if live.stored else told
+    return live if live.events else told
+
+
 def judge_content(heard: Heard, block_size: int | None) -> Iterator[Finding]:
     """Of what came, what a router cannot use."""
-    content = heard.live if heard.live.stored or not heard.told.stored else heard.told
+    content = _fuller(heard)
     if heard.live.batches and heard.live.malformed:
         text = f"{_number(heard.live.malformed, 'message')} of {heard.live.messages} are no batches"
         yield Finding("content", "wrong", f"{text}: {heard.live.malformed_reason}")
     if heard.live.unreadable and heard.live.unreadable < heard.live.batches:
         text = f"{heard.live.unreadable} of {heard.live.batches} payloads cannot be read"
         yield Finding("content", "wrong", f"{text}: {heard.live.reason}")
+    elif not heard.live.batches and 0 < heard.told.unreadable < heard.told.batches:
+        text = f"{heard.told.unreadable} of {heard.told.batches} replayed payloads cannot be read"
+        yield Finding("content", "wrong", f"{text}: {heard.told.reason}")
     if not content.events:
         return
     yield Finding("content", "ok", one_line(str(content.appearance)))
@@ -242,7 +304,7 @@ def _judge_sizes(content: Content, block_size: int | None) -> Iterator[Finding]:
             "set the router's block size to that, or the engine's (vLLM --block-size, SGLang"
             " --page-size): a router hashes prompts in blocks of its own size"
         )
-        yield Finding("blocks", "wrong", text, advice, voids=True)
+        yield Finding("blocks", "wrong", text, advice, voids="all")
     elif len(sizes) > 1:
         text = f"block sizes {told} are in one stream, and a router reads one"
         advice = "a hybrid model's cache groups? follow the main one: relay it (serve --relay)"
@@ -290,9 +352,10 @@ def judge_replay(where: str, heard: Heard) -> Finding:
     frames = max(told.frame_counts, default=4)
     shape = "" if frames == 4 else f", {frames} frames an answer (vllm-router, llm-d need 4)"
     if not told.batches:
-        return Finding("replay", "ok", f"{where} answers; it retains nothing{shape}")
+        retained = "it retains nothing" if heard.whole else "its replay was not read to its end"
+        return Finding("replay", "ok", f"{where} answers; {retained}{shape}")
     first = "from the state now" if told.start == JOIN else f"from seq {told.first_seq}"
-    cut = ", and more" if heard.cut and not heard.ended else ""
+    cut = ", and more" if heard.cut else ""
     text = f"{where} answers {first}: {_counts(told)}, to seq {told.last_seq}{cut}{shape}"
     return Finding("replay", "ok", text)
 
@@ -300,38 +363,111 @@ def judge_replay(where: str, heard: Heard) -> Finding:
 # -------------------------------------------------------------------------------------------- fits
 
 
+class _Fit:
+    """What a router takes and loses of messages, given one after the other."""
+
+    def __init__(self, lint: Lint) -> None:
+        self.lint = lint
+        (self.tally,) = lint.tallies
+        self.kinds = Repeats[Loss]()
+        self._stored = self._lost = 0
+
+    def take(self, one: Kept, judge: Callable[[list[bytes]], list[Loss]]) -> None:
+        """`judge`: the method of `lint` that this message is for."""
+        batches, before = self.tally.batches, self.tally.lost.copy()
+        for loss in judge(one.frames):
+            self.kinds.take((loss.consumer, loss.rule), loss)
+        if self.tally.batches > batches:  # else it is known from the replay
+            self._stored += one.stored
+            self._lost += _lost_stores(one, self.tally.lost - before)
+
+    @property
+    def voids(self) -> Voids | None:
+        """How much of what stores blocks is lost; where nothing does, of all batches."""
+        lost, stored = self._lost, self._stored
+        if not stored:
+            lost, stored = self.tally.lost["batch"], self.tally.batches
+        if lost >= stored > 0:
+            return "all"
+        return "most" if lost * 2 > stored else None
+
+
+def _lost_stores(one: Kept, lost: Counter[Lost]) -> int:
+    if lost["batch"]:
+        return one.stored
+    return min(one.stored, lost["block"] + max(0, lost["event"] - one.removed))
+
+
 def judge_fit(heard: Heard, consumer: Consumer) -> Iterator[Finding]:
     """What this router would lose of what came, by the rules of `kvevents lint`."""
     live, told = heard.live, heard.told
-    replay = bool(told.batches) and told.all_kept and heard.ended
-    lint = Lint([consumer], replay=replay)
-    losses: list[Loss] = []
-    if replay and told.start is not None:
-        lint.asked(told.start)
-        for frames in told.kept:
-            losses += lint.answer(frames)
-    for frames in live.kept:
-        losses += lint.live(frames)
-    (tally,) = lint.tallies
-    if not losses:
-        text = f"the form fits (frames, topic, fields, hashes): {tally}"
-        if not tally.blocks:
-            text = f"whether the form fits cannot be told: {tally}"
-        yield Finding("fit", "ok" if tally.blocks else "unknown", one_line(text))
-        return
-    stored = live.stored + (told.stored if replay else 0)
-    lost = tally.lost
-    all_lost = lost["batch"] >= tally.batches
-    if not live.removed:  # they are counted among the events
-        all_lost |= lost["event"] + lost["block"] >= stored > 0
-    rules = {one.rule: one for one in reversed(losses)}
-    for loss in list(rules.values())[::-1][:_MOST_LOSSES]:
-        advice = _dialect(consumer.name)
-        if loss.rule == "topic":
-            advice = f"set the publisher's topic ({_TOPICS}); or {advice}"
-        text = " ".join(one_line(str(loss)).split())
-        yield Finding("fit", "wrong", text, advice, voids=all_lost)
-    yield Finding("fit", "wrong", one_line(str(tally)))
+    fit = _Fit(Lint([consumer], replay=bool(told.batches)))
+    whole = bool(told.batches) and told.all_kept and heard.whole
+    if whole:
+        _take_replay(fit, told)
+    for one in live.kept:
+        fit.take(one, fit.lint.live)
+    in_part = not whole and not live.stored and bool(told.kept)
+    if in_part:
+        _take_replay(fit, told)  # last, for what comes live is not the next after a part of it
+    kinds = list(fit.kinds)
+    in_lint = bool(kinds)
+    topic = _judge_replayed_topic(heard, consumer)
+    if topic is not None and all(one.first.rule != "topic" for one in kinds):
+        yield topic
+    most = max((one.count for one in kinds), default=0)
+    kinds.sort(key=lambda one: _step(one, most))
+    for kind in kinds[:_MOST_LOSSES]:
+        yield _loss(kind, consumer, fit.voids)
+    text = one_line(str(fit.tally))
+    if in_part and len(told.kept) < told.messages:
+        text += f"; of its replay the first {_number(len(told.kept), 'message')} were judged"
+    if in_lint:
+        yield Finding("fit", "wrong", text, sums_up=True)
+    elif topic is None and fit.tally.blocks:
+        yield Finding("fit", "ok", f"the form fits (frames, topic, fields, hashes): {text}")
+    elif topic is None:
+        yield Finding("fit", "unknown", f"whether the form fits cannot be told: {text}")
+
+
+def _take_replay(fit: _Fit, told: Content) -> None:
+    if told.start is not None:
+        fit.lint.asked(told.start)
+        for one in told.kept:
+            fit.take(one, fit.lint.answer)
+
+
+def _step(kind: Repeated[Loss], most: int) -> tuple[bool, bool, int]:
+    """When a router comes to a kind of loss, of those that cost as much: its topic is before all."""
+    rare = kind.count * 2 < most
+    return kind.first.rule != "topic", rare, _STEPS.index(kind.first.lost)
+
+
+def _loss(kind: Repeated[Loss], consumer: Consumer, voids: Voids | None) -> Finding:
+    advice = _dialect(consumer.name)
+    if kind.first.rule == "topic":
+        advice = f"set the publisher's topic ({_TOPICS}); or {advice}"
+    one = kind.first
+    seq = "a message" if one.seq is None else f"seq {one.seq}"
+    more = f" (and {kind.count - 1:,} more)" if kind.count > 1 else ""
+    text = one_line(f"{seq}{more} {one.consumer} {one.verb}: {one.where} {one.why}")
+    lossy = kind.first.lost in ("batch", "event", "block")
+    return Finding("fit", "wrong", text, advice, voids=voids if lossy else None)
+
+
+def _judge_replayed_topic(heard: Heard, consumer: Consumer) -> Finding | None:
+    """Answers say the topic of their batches; a router minds it only where they come live."""
+    told = heard.told
+    if heard.live.topics or not told.topics:
+        return None
+    kinds = Repeats[Loss]()
+    for topic in told.topics:
+        for loss in Lint([consumer]).live(live_frames(topic, told.first_seq or 0, b"")):
+            if loss.rule == "topic":
+                kinds.take((loss.consumer, loss.rule), loss)
+    for kind in kinds:
+        return _loss(kind, consumer, "all" if kind.count == len(told.topics) else None)
+    return None
 
 
 def _dialect(name: str) -> str:

@@ -16,10 +16,13 @@ from publisher.dial import ClientKeys, dial
 from publisher.tools.doctor.content import Content
 from publisher.tools.doctor.peers import Role, Shake
 
-__all__ = ["Heard", "hear", "shake"]
+__all__ = ["Heard", "has_room", "hear", "shake"]
 
 _MOST_MESSAGES, _MOST_BYTES = 3000, 64 << 20
-_HWM = _MOST_MESSAGES
+_MOST_EMPTY = 20_000
+"""Of a replay without a stored block, empty batches count only against this: they cost little."""
+
+_HWM: dict[int, int] = {zmq.SUB: _MOST_MESSAGES, zmq.DEALER: _MOST_EMPTY}
 """As many may wait for us as we read in all: none is missing because we are slow."""
 
 _MAX_FRAME = 64 << 20
@@ -50,6 +53,11 @@ class Heard:
     answered: bool = False
     ended: bool = False
     cut: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether `told` is all of the replay: what is not in it was not told."""
+        return self.ended and not self.cut
 
 
 def shake(role: Role, endpoint: str, keys: ClientKeys, timeout_s: float) -> Shake:
@@ -87,6 +95,14 @@ def hear(
         return heard
 
 
+def has_room(content: Content) -> bool:
+    """Whether more of it is to be read."""
+    most = _MOST_MESSAGES
+    if content.start is not None and not content.stored:
+        most = min(most + content.empty, _MOST_EMPTY)
+    return content.messages < most and content.bytes < _MOST_BYTES
+
+
 class _Ears:
     def __init__(self, endpoint: str, replay_endpoint: str | None, keys: ClientKeys | None) -> None:
         self._replay_endpoint, self._keys = replay_endpoint, keys
@@ -105,7 +121,7 @@ class _Ears:
 
     def _open(self, kind: int, endpoint: str) -> Socket:
         one = self._context.socket(kind)
-        one.setsockopt(zmq.RCVHWM, _HWM)
+        one.setsockopt(zmq.RCVHWM, _HWM[kind])
         one.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
         one.setsockopt(zmq.LINGER, 0)
         dial(one, "", endpoint, self._keys)
@@ -115,7 +131,7 @@ class _Ears:
         begun = time.monotonic()
         until, first_at = begun + timeout_s, 0.0
         self._ask()
-        while (now := time.monotonic()) < until and self._has_room(self._live):
+        while (now := time.monotonic()) < until and has_room(self._live):
             self._wait(min(until - now, _POLL_S))
             self._read_live()
             self._read_replay()
@@ -124,6 +140,10 @@ class _Ears:
                 rest_s = enough(self._live, self._told)
                 if self._dealer is None and rest_s is not None:
                     until = min(until, first_at + rest_s)
+        if self._dealer is not None and not (self._starts and has_room(self._live)):
+            self._cut = (
+                True  # by us: it is not stuck, for it has ended one, or what came live is enough
+            )
         self._stop_asking()
         return Heard(
             self._live,
@@ -144,7 +164,7 @@ class _Ears:
 
     def _read_live(self) -> None:
         with contextlib.suppress(zmq.Again):
-            while self._has_room(self._live):
+            while has_room(self._live):
                 self._live.take(self._sub.recv_multipart(zmq.NOBLOCK))
 
     # ------------------------------------------------------------------------------------ replay
@@ -156,6 +176,7 @@ class _Ears:
             assert self._replay_endpoint is not None
             self._dealer = self._open(zmq.DEALER, self._replay_endpoint)
             start = self._starts.pop(0)
+            self._ended = False
             self._told = Content(
                 start=start
             )  # what an earlier request brought is in it, or was nothing
@@ -169,11 +190,11 @@ class _Ears:
 
     def _read_replay(self) -> None:
         with contextlib.suppress(zmq.Again):
-            while self._dealer is not None and self._has_room(self._told):
+            while self._dealer is not None and has_room(self._told):
                 self._take_answer(self._dealer.recv_multipart(zmq.NOBLOCK))
         if self._dealer is None:
             return
-        if not self._has_room(self._told):
+        if not has_room(self._told):
             self._cut = True
             self._stop_asking()
         elif time.monotonic() >= self._replay_until:
@@ -192,10 +213,6 @@ class _Ears:
             if self._told.stored:  # else it has nothing so late, or nothing now
                 self._starts.clear()
             self._ask()
-
-    @staticmethod
-    def _has_room(content: Content) -> bool:
-        return content.messages < _MOST_MESSAGES and content.bytes < _MOST_BYTES
 
     def close(self) -> None:
         self._stop_asking()
