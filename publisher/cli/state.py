@@ -28,8 +28,10 @@ _DESCRIPTION = """\
 Which worker holds what, on which tier; and how much of a prompt.
 
 Joins each stream (where there is a replay endpoint, with what was stored
-before), waits until it is in step and quiet, and prints the blocks that each
-worker and rank holds:
+before), waits until it is in step, and prints the blocks that each worker and
+rank holds. In step: connected, and all that a replay has to tell was told; a
+busy stream need not be quiet for that. One that answers no replay cannot say
+that it is in step: it is waited for until it is quiet.
   rank         data-parallel rank
   block        tokens a block
   GPU          blocks on the device tier; CPU_PINNED: on the host tier; DISK,
@@ -100,7 +102,8 @@ def add_options(parser: Parser) -> None:
         type=float,
         default=0.5,
         metavar="S",
-        help="it is quiet when nothing was stored or removed for so long (0.5)",
+        help="look on for so long after it is in step; without replays: it is quiet when nothing was"
+        " stored or removed for so long (0.5)",
     )
     parser.add_argument(
         "--for",
@@ -108,7 +111,7 @@ def add_options(parser: Parser) -> None:
         type=float,
         default=10.0,
         metavar="S",
-        help="wait for that, and for who is not there, at most so long (10)",
+        help="wait for all that, and for who is not there, at most so long (10)",
     )
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
     parser.add_argument(

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "run"]
 
 _ONCE_S = 2.0
+_HOTTEST = 10
+_SORTS = (
+    *("worker", "rank", "ev/s", "stored/s", "removed/s", "GPU", "CPU", "DISK", "EXT", "lag", "seq"),
+    *("gaps", "lost", "replays", "restarts", "findings"),
+)
+"""As `Board` has them; here, so that the help imports no sockets."""
+_LONGEST_JOIN_S = 15.0
+"""How long a look waits for what is being replayed."""
+_TICK_S = 0.05
 
 _DESCRIPTION = """\
 A live table of workers: rates, blocks, gaps; and the hottest prefixes.
@@ -32,7 +41,8 @@ Ctrl-C ends it.
 A row for each worker and rank:
   rank        data-parallel rank, of whoever has several
   link        up, down, or file: a capture
-  ev/s        events a second that came live in the last 10 s
+  ev/s        events a second that came live in the last 10 s; -: its replay is
+              not over
   stored/s    blocks stored a second; removed/s: removed
   GPU ... EXT blocks held now: on the device, CPU (host), DISK, EXT(ernal)
   lag p50     from a batch's own time to its arrival, median; p99: of the
@@ -44,9 +54,11 @@ A row for each worker and rank:
   replays     times that the replay endpoint was asked
   restarts    times that the publisher began anew
   findings    what kvevents check would call a violation
-Of a stream's rows the first alone has what is of the whole stream. Where a
-terminal is narrow, columns in which all is 0 are left out (DISK and on), and
-others go on in a second line.
+Of a stream's rows the first alone has what is of the whole stream. A row is
+one line: where a terminal is narrow, columns are left out, first those in
+which all is 0, then those that tell least. All are there where it is wide, in
+-o json, and where --once goes to a file. Rows come first, then two lines of
+notes, then as many prefixes as have room; notes that are alike are one.
 
 Below, the prefixes beneath which most blocks were stored in the last minute:
   prefix from, to   hashes of its first block, and of the last before it forks
@@ -61,17 +73,20 @@ examples:
   kvevents top w1=tcp://10.0.0.5:5557,5558 w2=tcp://10.0.0.6:5557,5558
   kvevents top tcp://10.0.0.5:5557,5558 --once --for 10
   kvevents top tcp://10.0.0.5:5557,5558 -o json | jq '.rows[] | {worker, lost}'
+  kvevents top w1=tcp://10.0.0.5:5557,5558 w2=tcp://10.0.0.6:5557,5558 \\
+    --sort stored/s --prefixes 0
   kvevents top monday.capture
 
 A capture shows how it ends, with rates over all of its time. Where the output
-is no terminal, --once is implied.
+is no terminal, --once is implied. Its rates are of the time since a stream was
+in step: a replay that is under way is waited for, 15 s at the most.
 
 -o json: {at_s, window_s (null: all the time), rows: [{worker, rank, link ("up",
-  "down", "file"), events_per_s, stored_per_s, removed_per_s, blocks: {MEDIUM:
-  count}, held, block_size, lag_p50_s, lag_p99_s, seq, gaps, lost,
-  lost_perhaps_ours, replays, restarts, findings, notes}], hottest: [{root, tip,
-  blocks, tokens, beneath, workers, stores, again}], left_out}; hashes are
-  strings, signed 64 bits
+  "down", "file"), events_per_s, stored_per_s, removed_per_s (null: it was never
+  in step), blocks: {MEDIUM: count}, held, block_size, lag_p50_s, lag_p99_s,
+  seq, gaps, lost, lost_perhaps_ours, replays, restarts, findings, notes}],
+  hottest: [{root, tip, blocks, tokens, beneath, workers, stores, again}],
+  left_out}; hashes are strings, signed 64 bits
 
 exit codes: 0 ok; 1 a capture is damaged, or what came waits for a replay; 2
   usage; 3 no connection to any, or nothing came
@@ -82,7 +97,9 @@ def add_options(parser: Parser) -> None:
     """Of `top`."""
     add_sources(parser)
     parser.add_argument(
-        "--once", action="store_true", help="look for --for seconds, print it once, and end"
+        "--once",
+        action="store_true",
+        help="look for --for seconds from when all is in step, print it once, and end",
     )
     parser.add_argument(
         "--for",
@@ -99,7 +116,23 @@ def add_options(parser: Parser) -> None:
         metavar="S",
         help="show it anew so often (1)",
     )
+    parser.add_argument(
+        "--sort",
+        choices=_SORTS,
+        metavar="COLUMN",
+        help=f"the rows with most of it first: {', '.join(_SORTS)} (as they are given)",
+    )
+    parser.add_argument(
+        "--prefixes",
+        type=int,
+        default=_HOTTEST,
+        metavar="N",
+        help=f"at most so many prefixes, 0: none ({_HOTTEST})",
+    )
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "--json", dest="output", action="store_const", const="json", help="the same as -o json"
+    )
     add_color(parser)
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -107,6 +140,7 @@ def add_options(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
+    import math
     import os
     import sys
     import time
@@ -121,6 +155,8 @@ def run(options: argparse.Namespace) -> int:
 
     check_seconds("--for", options.for_s)
     check_seconds("--interval", options.interval_s)
+    if options.prefixes < 0:
+        raise ValueError(f"--prefixes: {options.prefixes} is below 0")
     colours = wants_colour(options.color, sys.stdout, os.environ)
     console = Console(no_color=not colours, highlight=False)
     once = options.once or not sys.stdout.isatty() or console.is_dumb_terminal
@@ -132,13 +168,12 @@ def run(options: argparse.Namespace) -> int:
         addresses, topic=options.topic, server_key=server_key, client_keys=client_keys
     ) as sources:
         once = once or not sources.live
-        board = Board(sources.all, windowed=not once)
-        seconds = _ONCE_S if once and options.for_s is None else options.for_s
-        until = float("inf") if seconds is None else time.monotonic() + seconds
+        board = Board(sources.all, windowed=not once, hottest=options.prefixes, sort=options.sort)
         if once:
-            _gather(sources, board, until)
+            _gather(sources, board, _ONCE_S if options.for_s is None else options.for_s)
             _write(board, options, colours=colours)
         else:
+            until = math.inf if options.for_s is None else time.monotonic() + options.for_s
             watch(sources, board, console, interval_s=options.interval_s, until=until)
         faults, damaged = damages(sources, board.fleet)
         for line in [*faults, *unheard(options, sources, board.fleet)]:
@@ -150,14 +185,27 @@ def run(options: argparse.Namespace) -> int:
         return NO_CONNECTION
 
 
-def _gather(sources: Sources, board: Board, until: float) -> None:
-    """Until then, or Ctrl-C."""
+def _gather(sources: Sources, board: Board, for_s: float) -> None:
+    """For so long since the last of them was in step, or until Ctrl-C. A replay is waited for while
+    something comes of it, but not for ever.
+    """
+    import time
+
+    joined, until = 0, time.monotonic() + for_s
     try:
-        for one in sources.steps(until):
+        for one in sources.steps(until + _LONGEST_JOIN_S, _TICK_S):
             if one is not None:
                 board.take(*one)
+                continue
+            now = time.monotonic()
+            if board.joined > joined:
+                joined, until = board.joined, now + for_s
+            if now >= until and not board.joins:
+                break
     except KeyboardInterrupt:
         pass
+    for one in sources.rest():
+        board.take(*one)
 
 
 def _write(board: Board, options: argparse.Namespace, *, colours: bool) -> None:

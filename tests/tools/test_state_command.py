@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ pytestmark = pytest.mark.integration
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
 UTF_8 = {**ENVIRONMENT, "LC_ALL": "C.UTF-8"}
 NOWHERE = "tcp://127.0.0.1:1"
+SOON = ("--quiet", "0.1")
 PROMPT = list(range(500, 540))
+NOT_QUIET = "not quiet: it answers no replay, and what it holds changed to the end"
 
 
 def stored(name: int, first: int = 10, **more: object) -> BlockStored:
@@ -106,7 +109,10 @@ def publisher() -> Iterator[RawPublisher]:
 def test_two_workers_with_two_tiers(hands: list[Hand]) -> None:
     """Counts of each worker, rank and medium are the caches' own, as a table and as a document."""
     sources = [hand.source for hand in hands]
-    plain, as_json = kvevents("state", *sources), kvevents("state", *sources, "--json")
+    plain, as_json = (
+        kvevents("state", *sources, *SOON),
+        kvevents("state", *sources, *SOON, "--json"),
+    )
     assert (plain.returncode, plain.stderr, as_json.returncode) == (0, "", 0)
     seqs = [hand.flush() for hand in hands]
     for hand, row, one in zip(
@@ -129,7 +135,7 @@ def test_who_holds_a_prompt(hands: list[Hand]) -> None:
     """
     tokens = [*PROMPT, 1, 2, 3]
     text = ",".join(map(str, tokens))
-    ran = kvevents("state", *(hand.source for hand in hands), "--tokens", text, "-o", "json")
+    ran = kvevents("state", *(hand.source for hand in hands), "--tokens", text, "-o", "json", *SOON)
     assert ran.returncode == 0
     overlap = json.loads(ran.stdout)["overlap"]
     assert overlap["tokens"] == 43
@@ -148,7 +154,7 @@ def test_who_holds_a_prompt(hands: list[Hand]) -> None:
     assert best["blocks"]["GPU"] < best["blocks"]["CPU_PINNED"] == 10
     assert other["reasons"] == ["the chain breaks at block 3, token 12"]
 
-    told = kvevents("state", *(hand.source for hand in hands), "--tokens", text).stdout
+    told = kvevents("state", *(hand.source for hand in hands), "--tokens", text, *SOON).stdout
     title, _, first, second = told.split("\n\n")[1].splitlines()
     assert title.startswith("prompt of 43 tokens: ")
     assert first.split()[:6] == ["w1", "0", "4", "10/10", "40", "93%"]
@@ -158,9 +164,9 @@ def test_who_holds_a_prompt(hands: list[Hand]) -> None:
 def test_why_nothing_is_held(hands: list[Hand]) -> None:
     """A prompt that is held by an adapter alone, and one that is shorter than a block."""
     source = hands[1].source
-    told = kvevents("state", source, "--tokens", ",".join(map(str, range(12)))).stdout
+    told = kvevents("state", source, "--tokens", ",".join(map(str, range(12))), *SOON).stdout
     assert "3 of 3 blocks are held under lora 'x', not under the base" in told
-    asked = ("--tokens-file", "-", "--lora", "x", "--json")
+    asked = ("--tokens-file", "-", "--lora", "x", "--json", *SOON)
     ran = kvevents("state", source, *asked)  # its stdin is empty
     assert (ran.returncode, ran.stdout) == (2, "")
     why = "kvevents state: --tokens-file: standard input is empty, or closed\n"
@@ -176,7 +182,7 @@ def test_why_nothing_is_held(hands: list[Hand]) -> None:
     )
     overlap = json.loads(ran.stdout)["overlap"]
     assert overlap["lora"] == "x" and overlap["workers"][0]["any"] == 3
-    told = kvevents("state", source, "--tokens", "0,1,2").stdout
+    told = kvevents("state", source, "--tokens", "0,1,2", *SOON).stdout
     assert "the prompt has 3 tokens, less than a block of 4: nothing can be found" in told
 
 
@@ -197,14 +203,14 @@ def test_tokens_that_are_left_out() -> None:
 def test_blocks_are_listed(hands: list[Hand]) -> None:
     """Each block with its hash, parent, depth, media and tokens: all, or those of a prompt."""
     source, cache = hands[0].source, hands[0].cache
-    blocks = json.loads(kvevents("state", source, "--blocks", "--json").stdout)["blocks"]
+    blocks = json.loads(kvevents("state", source, "--blocks", "--json", *SOON).stdout)["blocks"]
     for medium, held in cache.resident_blocks().items():
         assert {int(one["hash"]) for one in blocks if medium in one["media"]} == held
     named = {one["hash"]: one for one in blocks}
     for one in blocks:
         assert one["depth"] == (named[one["parent"]]["depth"] + 1 if one["parent"] else 0)
     text = ",".join(map(str, PROMPT))
-    listed = kvevents("state", source, "--blocks", "--tokens", text).stdout.split("\n\n")[2]
+    listed = kvevents("state", source, "--blocks", "--tokens", text, *SOON).stdout.split("\n\n")[2]
     rows = [line.split() for line in listed.splitlines()[1:]]
     assert [int(row[2]) for row in rows] == list(range(10))
     assert ",".join(row[6] for row in rows) == text
@@ -274,9 +280,30 @@ def test_a_replay_that_begins_too_late(publisher: RawPublisher) -> None:
     ]
 
 
-def test_a_busy_stream_is_not_waited_for(publisher: RawPublisher) -> None:
-    """It never gets quiet: after --for its state is shown, and that it was not quiet."""
-    arguments = ("--for", "1.5", "--quiet", "1", "--json")
+def test_a_busy_stream_is_in_step_all_the_same(publisher: RawPublisher) -> None:
+    """With a replay it need not get quiet: its state is shown long before --for, and is whole."""
+    source = f"{publisher.endpoint},{publisher.replay_endpoint}"
+    arguments = ("--for", "3600", "--quiet", "0.2", "--json")
+    with start_kvevents("in step", "state", source, *arguments) as process:
+        publisher.await_subscriber()
+        client, _ = publisher.request()
+        publisher.answer(client, 0, stored(1))
+        publisher.end(client)
+        seq, deadline = 1, time.monotonic() + PATIENCE_S
+        while process.poll() is None:
+            assert time.monotonic() < deadline, "it waits for quiet"
+            publisher.live(seq, stored(seq + 1))
+            seq += 1
+            publisher.pub.poll(20)
+        out, _ = process.communicate()
+    (row,) = json.loads(out)["workers"]
+    assert (process.returncode, row["whole"], row["quiet"], row["notes"]) == (0, True, True, [])
+    assert 0 < row["blocks"]["GPU"] <= seq
+
+
+def test_a_busy_stream_without_replays_is_looked_at_for_so_long(publisher: RawPublisher) -> None:
+    """It cannot say that it is in step: after --for its state is shown, and that it was not quiet."""
+    arguments = ("--for", "1", "--quiet", "0.8", "--json")
     with start_kvevents("busy", "state", publisher.endpoint, *arguments) as process:
         publisher.await_subscriber()
         seq = 0
@@ -286,7 +313,7 @@ def test_a_busy_stream_is_not_waited_for(publisher: RawPublisher) -> None:
             publisher.pub.poll(20)
         out, _ = process.communicate()
     (row,) = json.loads(out)["workers"]
-    assert (process.returncode, row["notes"], row["quiet"]) == (0, ["not quiet"], False)
+    assert (process.returncode, row["notes"], row["quiet"]) == (0, [NOT_QUIET], False)
     assert 0 < row["blocks"]["GPU"] <= seq
 
 
@@ -300,7 +327,8 @@ def test_ctrl_c_means_that_it_is_enough(publisher: RawPublisher) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert "Traceback" not in err
-    assert "not quiet" in out and process.returncode in (0, 3)
+    assert process.returncode in (0, 3)
+    assert (NOT_QUIET if process.returncode == 0 else "nothing has come of it yet") in out
 
 
 def test_nobody_is_there(publisher: RawPublisher) -> None:
@@ -368,21 +396,30 @@ def test_a_command_to_paste_says_what_was_said(topic: str) -> None:
 
 
 def test_batches_that_wait_for_a_replay(publisher: RawPublisher) -> None:
-    """While nobody answers it is said that batches came and wait, and for whom; and in the end too."""
-    source = f"{publisher.endpoint},{publisher.replay_endpoint}"
-    with start_kvevents("waits", "state", source, "--for", "60") as process:
-        publisher.await_subscriber()
-        publisher.request()
-        for seq in range(3):
-            publisher.live(seq, stored(seq + 1))
-        assert process.stderr is not None
-        told = process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE_S)
-    silent = f"the replay endpoint {publisher.replay_endpoint} does not answer"
-    waits = f"3 batches have come and wait: {silent}"
-    assert told.endswith(f": {waits}\n")
-    assert waits in out and err.partition("; why: ")[0].endswith(waits)
+    """While nobody answers it is said that batches came and wait, and for whom; and in the end too. A
+    replay that pauses, but has brought something, is said not to be over.
+    """
+    with RawPublisher() as slow:
+        both = [f"{one.endpoint},{one.replay_endpoint}" for one in (publisher, slow)]
+        with start_kvevents("waits", "state", *both, "--for", "60") as process:
+            for one in (publisher, slow):
+                one.await_subscriber()
+                client, _ = one.request()
+                for seq in range(3):
+                    one.live(seq + 5, stored(seq + 1))
+            slow.answer(client, 0, stored(9))
+            assert process.stderr is not None
+            told = process.stderr.readline()
+            slow.pub.poll(300)  # so that it is silent for as long
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=PATIENCE_S)
+    waits = (
+        f"3 batches have come and wait: the replay endpoint {publisher.replay_endpoint} does not"
+    )
+    assert f": {waits} answer" in told
+    assert waits in out and waits in err.partition("; why: ")[0]
+    assert out.count("does not answer") == 1 and slow.replay_endpoint not in out + err
+    assert "its replay is not over: 3 batches wait behind it" in out
     assert process.returncode == 1
 
 

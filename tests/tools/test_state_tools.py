@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from publisher_rig import PATIENCE_S, RawPublisher
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, Namespace, StorageMedium
 from kvevents.capture import CaptureHead, capture_start, pack_message
-from kvevents.frames import JOIN, live_frames, replay_end, replay_request
-from kvevents.message import Channel
+from kvevents.follower import Step
+from kvevents.frames import JOIN, live_frames, replay_answer, replay_end, replay_request
+from kvevents.message import Channel, Message
 from kvevents.tokens import pack_tokens
 from publisher.tools.columns import Cell, Column, lay_out, short_number
-from publisher.tools.fleet.fleet import Fleet, Rank, Worker
+from publisher.tools.fleet.fleet import Fleet, Rank, Worker, waiting
 from publisher.tools.fleet.held import Held, HeldBlock, score
 from publisher.tools.fleet.prompt import parse_tokens
-from publisher.tools.fleet.state import Prompt, State
-from publisher.tools.source import Capture, Sources
+from publisher.tools.fleet.state import Prompt, State, gather
+from publisher.tools.source import Address, Capture, Live, Source, Sources
 from publisher.tools.text import printable
 
 GPU, CPU, DISK = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK
@@ -128,7 +132,12 @@ def live(at: int, seq: int, *events: Event) -> tuple[int, Channel, list[bytes]]:
 
 
 def test_a_loss_that_may_be_our_own_is_said_to_be(tmp_path: Path) -> None:
-    """What did not come while too little was read, that alone; and it is said while that is so."""
+    """What did not come while too little was read, that alone; that too little is read is said only where
+    something is missing for it.
+    """
+    fine = [live(0, 0, stored(1)), (1, Channel.BEHIND, []), live(1, 1)]
+    worker, (rank,) = followed(told_in_turn(tmp_path / "d", *fine))
+    assert worker.source.is_behind and not worker.notes(rank)
     own = [live(0, 0, stored(1)), (1, Channel.BEHIND, []), live(1, 4)]
     worker, (rank,) = followed(told_in_turn(tmp_path / "a", *own))
     ours = "perhaps by us alone: it was read too slowly then"
@@ -162,6 +171,25 @@ def test_a_loss_is_ours_although_a_replay_was_asked_for_it_first(tmp_path: Path)
     assert worker.own_gaps == 1
 
 
+def test_what_waits_for_a_replay_that_is_under_way(tmp_path: Path) -> None:
+    """One that has brought something is not over, however long it pauses; it is not one that nobody
+    answers.
+    """
+    source = told_in_turn(
+        tmp_path / "c",
+        (0, Channel.ASKED, replay_request(JOIN)),
+        (0, Channel.ANSWER, [b"", b"", (3).to_bytes(8, "big"), strange([stored(1)])]),
+        *(live(9, 5 + seq) for seq in range(2)),
+        replay=True,
+    )
+    fleet = Fleet([source])
+    for message in source.messages():
+        fleet.take(source, Step(message, source.follower.take(message)))
+    worker, (rank,) = fleet.of(source), fleet.ranks
+    assert worker.held == 2
+    assert worker.notes(rank) == ["its replay is not over: 2 batches wait behind it"]
+
+
 @pytest.mark.parametrize(("until", "astray"), [(1, False), (9, True)])
 def test_replays_of_another_publisher(tmp_path: Path, until: int, astray: bool) -> None:
     """Answers that stay ahead of what comes live are another's, and then the state is not this one's."""
@@ -177,10 +205,116 @@ def test_replays_of_another_publisher(tmp_path: Path, until: int, astray: bool) 
     worker, (rank,) = followed(source)
     assert worker.is_whole(rank) is not astray
     note = (
-        "the replay endpoint answers up to seq 1000, and what comes live is at 11: the answers"
-        " seem to be another publisher's"
+        "the replay endpoint tcp://h:2 is 989 batches ahead of what comes live: it is another"
+        " publisher's, or what comes live is far behind"
     )
     assert worker.notes(rank) == [note] * astray
+
+
+ASKED = (0, Channel.ASKED, replay_request(JOIN))
+NOT_ANSWERED = [ASKED, (5, Channel.OVER, [])] * 3
+STOPPED = [
+    ASKED,
+    (
+        0,
+        Channel.ANSWER,
+        replay_answer(b"", 3, strange([AllBlocksCleared(), stored(1)]), delimited=True),
+    ),
+    (5, Channel.OVER, []),
+    *NOT_ANSWERED[:4],
+]
+UNKNOWN = "a replay stopped before its end: what it had still to tell is unknown"
+
+
+@pytest.mark.parametrize(
+    ("told", "notes", "whole"),
+    [
+        (STOPPED[:2], [UNKNOWN], False),
+        ([*STOPPED, live(16, 4, stored(2))], [UNKNOWN], False),
+        ([*STOPPED, live(16, 4, AllBlocksCleared(), stored(2))], [], True),
+        (
+            [*STOPPED[:2], live(1, 4, AllBlocksCleared(), stored(2)), *STOPPED[2:], *STOPPED[:2]],
+            [UNKNOWN],
+            False,
+        ),
+        (
+            [*NOT_ANSWERED, live(16, 0, stored(2)), live(17, 1)],
+            ["its replay endpoint does not answer"],
+            True,
+        ),
+    ],
+)
+def test_a_replay_that_stopped_before_its_end(
+    tmp_path: Path, told: list[tuple[int, Channel, list[bytes]]], notes: list[str], whole: bool
+) -> None:
+    """What it had still to tell is not known until all is cleared live; who follows from seq 0 needs
+    none.
+    """
+    source = told_in_turn(tmp_path / "c", *told, replay=True)
+    worker, (rank,) = followed(source)
+    assert (worker.notes(rank), worker.is_whole(rank)) == (notes, whole)
+
+
+def test_without_any_answer_nothing_is_known(tmp_path: Path) -> None:
+    """A replay that nobody answered is not one that says that there is nothing."""
+    worker, ranks = followed(told_in_turn(tmp_path / "c", *NOT_ANSWERED, replay=True))
+    assert not ranks and not worker.is_whole(None)
+    assert worker.notes(None) == ["its replay endpoint does not answer"]
+
+
+def test_who_has_answered_is_not_said_to_answer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only that it answers no more."""
+    monkeypatch.setattr("publisher.tools.fleet.fleet._SILENT_S", -1.0)
+    with Live(Address("w", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")) as source:
+        worker = Fleet([source]).of(source)
+        assert waiting(worker) == "the replay endpoint tcp://127.0.0.1:2 does not answer"
+        for channel in (Channel.ANSWER, Channel.OVER, Channel.ASKED):
+            worker.look(Step(Message(0, channel, []), []))
+        assert waiting(worker) == "the replay endpoint tcp://127.0.0.1:2 answers no more"
+
+
+class Interrupted(Sources):
+    """Stands still, once it is in step, while its publisher goes on."""
+
+    publisher: RawPublisher
+    batches = 3000
+
+    def steps(
+        self, until: float = float("inf"), tick_s: float | None = None
+    ) -> Iterator[tuple[Source, Step] | None]:
+        """As ever, but for that."""
+        (source,), publisher = self.live, self.publisher
+        for one in super().steps(until, tick_s):
+            if publisher.router.poll(0):
+                client, _ = publisher.request()
+                publisher.answer(client, 0, AllBlocksCleared())
+                publisher.end(client)
+            if one is None and source.follower.next_seq == 1 and not source.follower.recovering:
+                for seq in range(1, self.batches):
+                    publisher.live(seq)
+                time.sleep(1.1)
+            yield one
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("for_s", "all_read"), [(PATIENCE_S, True), (1.0, False)])
+def test_who_stood_still_reads_what_waits(for_s: float, all_read: bool) -> None:
+    """That nothing was read meanwhile is no silence: it is in step only when it has caught up; and where
+    the time was up meanwhile, it is said that something may wait.
+    """
+    with RawPublisher() as publisher:
+        address = Address("w", publisher.endpoint, publisher.replay_endpoint)
+        with Interrupted([address]) as sources:
+            sources.publisher = publisher
+            state = gather(sources, quiet_s=0.02, for_s=for_s, warn=pytest.fail)
+            (row,) = state.document(None, blocks=False)["workers"]
+            (source,) = sources.live
+            assert row["seq"] == Interrupted.batches - 1
+            assert (row["whole"], row["quiet"], not source.is_behind) == (all_read,) * 3
+            late = (
+                "we read more slowly than it publishes, or stood still: what waits was not read yet"
+            )
+            assert (late in row["notes"]) is not all_read
 
 
 def joined(path: Path, *captures: Capture) -> Capture:

@@ -49,7 +49,7 @@ def test_two_workers_once() -> None:
             hand.serve(range(40))
             hand.flush()
         sources = [hand.source for hand in hands]
-        with start_kvevents("once", "top", *sources, "--for", "3", "-o", "json") as process:
+        with start_kvevents("once", "top", *sources, "--for", "1", "-o", "json") as process:
             first = 0
             while process.poll() is None:
                 first += 100
@@ -73,7 +73,7 @@ def test_two_workers_once() -> None:
         assert (hottest["workers"], hottest["blocks"], hottest["tokens"]) == (2, 2, 8)
         assert hottest["stores"] > 0
 
-        quiet = kvevents("top", *sources, "--for", "1")
+        quiet = kvevents("top", *sources, "--for", "0.3")
         lines = quiet.stdout.splitlines()
         assert quiet.returncode == 0 and "2 of 2 up" in lines[0]
         assert [line.split()[0] for line in lines[1:5]] == ["worker", "w1", "w2", "total"]
@@ -83,7 +83,7 @@ def test_two_workers_once() -> None:
 def test_gaps_and_restarts_are_counted() -> None:
     """Of a stream that leaves out batches and then begins anew."""
     with RawPublisher() as publisher:
-        arguments = (f"w={publisher.endpoint}", "--for", "1.5", "-o", "json")
+        arguments = (f"w={publisher.endpoint}", "--for", "0.8", "-o", "json")
         with start_kvevents("gaps", "top", *arguments) as process:
             publisher.await_subscriber()
             block = BlockStored([1], None, [1], 1, medium=StorageMedium.GPU)
@@ -125,6 +125,8 @@ def test_nobody_is_there() -> None:
     [
         (("--interval", "0"), "--interval: 0.0 is not above 0"),
         (("--for", "-1"), "--for: -1.0 is not above 0"),
+        (("--prefixes", "-1"), "--prefixes: -1 is below 0"),
+        (("--sort", "ev"), "--sort"),
     ],
 )
 def test_what_cannot_be_asked(arguments: tuple[str, ...], why: str) -> None:
@@ -306,7 +308,7 @@ def test_batches_that_wait_for_a_replay() -> None:
     """While nobody answers, the table says that batches came and wait, and for whom."""
     with RawPublisher() as publisher:
         source = f"{publisher.endpoint},{publisher.replay_endpoint}"
-        with start_kvevents("waits", "top", source, "--for", "4") as process:
+        with start_kvevents("waits", "top", source, "--for", "0.5") as process:
             publisher.await_subscriber()
             publisher.request()
             publisher.live(0)
@@ -316,6 +318,35 @@ def test_batches_that_wait_for_a_replay() -> None:
     assert f"2 batches have come and wait: {silent}" in out
     assert f"{silent}; why: kvevents doctor {source}\n" in err
     assert process.returncode == 1
+
+
+def test_a_look_begins_when_the_replay_is_over() -> None:
+    """One that takes longer than --for does not hide what comes live: it is waited for."""
+    with RawPublisher() as publisher:
+        source = f"{publisher.endpoint},{publisher.replay_endpoint}"
+        arguments = (source, "--once", "--for", "0.4", "--json")
+        with start_kvevents("joins", "top", *arguments) as process:
+            publisher.await_subscriber()
+            client, _ = publisher.request()
+            seq, over_at = 0, time.monotonic() + 0.8
+            joining, deadline = True, time.monotonic() + PATIENCE_S
+            while process.poll() is None:
+                now = time.monotonic()
+                assert now < deadline, "it does not end"
+                block = BlockStored([seq], None, [1], 1, medium=StorageMedium.GPU)
+                if joining:
+                    publisher.answer(client, seq, block)
+                if joining and now > over_at:
+                    publisher.end(client)
+                    joining = False
+                publisher.live(seq, block)
+                seq += 1
+                publisher.pub.poll(20)
+            out, err = process.communicate()
+    (row,) = json.loads(out)["rows"]
+    assert (process.returncode, err, row["notes"]) == (0, "", [])
+    assert row["events_per_s"] > 0 and row["stored_per_s"] > 0
+    assert row["lag_p50_s"] is not None and not joining
 
 
 def test_no_color_is_respected() -> None:

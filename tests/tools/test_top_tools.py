@@ -17,14 +17,17 @@ from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, Namespa
 from kvevents.capture import CaptureHead, capture_start, pack_message
 from kvevents.codec import encode_batch
 from kvevents.events import KVEventBatch
-from kvevents.frames import JOIN, live_frames, replay_request
+from kvevents.follower import Step
+from kvevents.frames import JOIN, live_frames, replay_answer, replay_end, replay_request
 from kvevents.hashing import BlockHash
 from kvevents.message import Channel
+from publisher.cli.commands import parser_of
+from publisher.cli.top import _SORTS
 from publisher.tools.fleet.prefixes import Prefixes
 from publisher.tools.fleet.rates import Lags, Rates
 from publisher.tools.fleet.screen import render
 from publisher.tools.fleet.state import Prompt, State
-from publisher.tools.fleet.top import Board, Hot, Row, Snapshot, lines
+from publisher.tools.fleet.top import SORTS, Board, Hot, Row, Snapshot, _ordered, lines
 from publisher.tools.source import Capture, Sources
 
 GPU = StorageMedium.GPU
@@ -325,6 +328,40 @@ def test_what_is_replayed_is_held_and_no_rate(tmp_path: Path) -> None:
         assert found == []
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_rates_begin_when_a_stream_is_in_step(tmp_path: Path, over: bool) -> None:
+    """What comes during the join is the replay's to tell: there is no rate before it is over, and then it
+    is of the time since the first batch that waited for it.
+    """
+    block = BlockStored([1], None, [1], 1, medium=GPU)
+
+    def batch(at: float) -> bytes:
+        return encode_batch(KVEventBatch(float(at), [block], 0))
+
+    told = [
+        (0, Channel.ASKED, replay_request(JOIN)),
+        (1, Channel.ANSWER, [b"", b"", (10).to_bytes(8, "big"), batch(0)]),
+        *((at, Channel.LIVE, live_frames(b"", 5 + at, batch(at))) for at in (4, 5, 6, 7, 8, 9)),
+        *([(10, Channel.ANSWER, [b"", b"", b"\xff" * 8, b""])] * over),
+    ]
+    head = CaptureHead(endpoint="tcp://h:1", replay_endpoint="tcp://h:2")
+    records = [pack_message(at * 10**9, channel, frames) for at, channel, frames in told]
+    (tmp_path / "c").write_bytes(capture_start(head) + b"".join(records))
+    source = Capture(tmp_path / "c")
+    board = Board([source], windowed=False)
+    for message in source.messages():
+        board.take(source, Step(message, source.follower.take(message)))
+    (row,) = board.snapshot().rows
+    assert (board.joined, board.joins) == (int(over), not over)
+    rates = (row.events_per_s, row.stored_per_s, row.lag_p50_s)
+    if over:  # seq 11 to 14: they came at 6 and until 10
+        assert rates == (1.0, 1.0, 0.0)
+        return
+    assert rates == (None, None, None)
+    assert row.notes == ["its replay is not over: 6 batches wait behind it"]
+    assert "-" in text_of(board.snapshot(), None)[2].split()
+
+
 def test_what_is_lost_by_us_is_no_finding(tmp_path: Path) -> None:
     """Batches that did not come while too little was read are counted apart, and said; the same without
     that is the publisher's.
@@ -352,6 +389,30 @@ def test_what_is_lost_by_us_is_no_finding(tmp_path: Path) -> None:
         assert row.findings == (0 if behind else 1)
         assert any("perhaps our own" in note for note in row.notes) is behind
         assert any("perhaps by us alone" in note for note in row.notes) is behind
+
+
+def test_a_replay_that_stopped_before_its_end_is_noted(tmp_path: Path) -> None:
+    """What it had still to tell is not in the table."""
+    head = capture_start(CaptureHead(endpoint="tcp://h:1", replay_endpoint="tcp://h:2"))
+    clear = encode_batch(KVEventBatch(1.0, [AllBlocksCleared()], 0))
+    for frames, notes in (
+        ([], ["a replay stopped before its end"]),
+        (replay_end(delimited=True), []),
+    ):
+        told = [
+            (Channel.ASKED, replay_request(JOIN)),
+            (Channel.ANSWER, replay_answer(b"", 3, clear, delimited=True)),
+            *([(Channel.ANSWER, frames)] if frames else []),
+        ]
+        file = tmp_path / "c"
+        file.write_bytes(head + b"".join(pack_message(at, *one) for at, one in enumerate(told)))
+        with Sources([file]) as sources:
+            board = Board(sources.all, windowed=False)
+            for one in sources.steps():
+                assert one is not None, "nothing is live"
+                board.take(*one)
+        (row,) = board.snapshot().rows
+        assert [note.partition(":")[0] for note in row.notes if "replay" in note] == notes
 
 
 def test_ranks_without_end_cost_no_memory(tmp_path: Path) -> None:
@@ -482,15 +543,26 @@ def snapshot(workers: int) -> Snapshot:
     return Snapshot(at_s=0.0, window_s=10, rows=rows, hottest=hot)
 
 
-@pytest.mark.parametrize("width", [50, 80, 100, 140, 200])
-def test_no_number_is_lost_at_any_width(width: int) -> None:
-    """What rich shows has every number of every row, and no line is longer than the terminal."""
+ALL_AT = 220
+"""So wide is a terminal that has room for all columns."""
+
+
+def text_of(shown: Snapshot, width: int | None, height: int | None = None) -> list[str]:
+    """The lines of it."""
+    return ["".join(cell.text for cell in line).rstrip() for line in lines(shown, width, height)]
+
+
+def heads(shown: Snapshot, width: int) -> set[str]:
+    """The columns that there is room for."""
+    (head,) = (line for line in text_of(shown, width) if line.startswith("worker"))
+    return set(re.split(r"  +", head))
+
+
+@pytest.mark.parametrize("width", [ALL_AT, None])
+def test_a_wide_terminal_has_every_number(width: int | None) -> None:
+    """Of every row, and what is of all of them."""
     shown = snapshot(3)
-    console = Console(record=True, width=width, file=io.StringIO())
-    console.print(render(shown, width))
-    text = console.export_text()
-    assert max(len(line) for line in text.splitlines()) <= width
-    words = set(re.split(r"\s+", text))
+    words = set(re.split(r"\s+", "\n".join(text_of(shown, width))))
     for one in shown.rows:
         number = one.rank
         assert number is not None
@@ -500,6 +572,101 @@ def test_no_number_is_lost_at_any_width(width: int) -> None:
         numbers = {str(hot.blocks), str(hot.tokens), "54321", "7", "4321", "321"}
         assert numbers | {"400000000000", "bfffffffffff"} <= words
     assert "total" in words and "6033" in words  # events/s of all
+
+
+@pytest.mark.parametrize("width", range(30, ALL_AT, 10))
+def test_a_row_is_one_line_at_any_width(width: int) -> None:
+    """Columns are left out instead, and a wider terminal never tells less of what is lost."""
+    shown = snapshot(3)
+    told = text_of(shown, width)
+    assert max(map(len, told)) <= width
+    assert sum(line.startswith(("engine-", "eng", "total")) for line in told) == 4
+    at = next(at for at, line in enumerate(told) if line.startswith("worker"))
+    assert told[at + 4].startswith("total")
+    assert width < 60 or "lost" in heads(shown, width)
+
+
+def test_what_is_left_out_first() -> None:
+    """At 80 columns: what is 0 everywhere, then what tells least; troubles, and ranks, stay."""
+    fine: dict[str, object] = dict.fromkeys(("gaps", "lost", "restarts", "findings"), 0)
+    healthy = [row(number, rank=0, worker=f"w{number}", **fine) for number in (1, 2)]
+    of = Snapshot(at_s=0.0, window_s=10, rows=healthy, hottest=[])
+    assert {"link", "ev/s", "stored/s", "GPU", "CPU", "lag p50"} <= heads(of, 80)
+    assert not {"rank", "lost", "replays"} & heads(of, 80)
+    assert {"rank", "lost", "replays", "lag p99"} <= heads(of, ALL_AT)
+    ill = [row(1, rank=rank, worker="w1", **fine | {"lost": 5, "findings": 1}) for rank in (0, 1)]
+    of = Snapshot(at_s=0.0, window_s=10, rows=ill, hottest=[])
+    assert {"rank", "lost", "findings", "ev/s", "GPU"} <= heads(of, 80)
+
+
+@pytest.mark.parametrize(("workers", "prefixes"), [(1, 10), (3, 10), (8, 9), (12, 5), (17, 0)])
+def test_rows_come_first(workers: int, prefixes: int) -> None:
+    """In 80 x 24: every worker, with its notes in one line; then the prefixes that have room."""
+    note = "joined live: what was stored before is unknown"
+    rows = [row(number, rank=0, worker=f"w{number}", notes=[note]) for number in range(workers)]
+    hottest = snapshot(1).hottest * 2
+    told = text_of(Snapshot(at_s=0.0, window_s=10, rows=rows, hottest=hottest), 80, 24)
+    assert len(told) <= 24
+    assert [f"w{number}" for number in range(workers)] == [
+        line.split()[0] for line in told if re.match(r"w\d", line) and note not in line
+    ]
+    assert sum("400000000000" in line for line in told) == prefixes
+    (notes,) = (line for line in told if note in line)
+    assert notes.startswith("w0: " if workers == 1 else "w0, w1")
+    assert told[-1] == notes
+
+
+def test_notes_that_are_alike_are_one() -> None:
+    """Of all that have them; of more than fit in a line the first, and how many more; ranks are named
+    where there are several.
+    """
+    rows = [
+        row(1, worker="a", rank=0, notes=["late", "same"]),
+        row(1, worker="a", rank=1, notes=["same"]),
+        row(2, worker="b", rank=0, notes=["same"]),
+        *(row(number, worker=f"worker-{number}", notes=["x" * 30]) for number in range(40)),
+    ]
+    told = text_of(Snapshot(at_s=0.0, window_s=10, rows=rows, hottest=[]), 80)
+    late, same, long = told[-3:]
+    assert late == "a/0: late"
+    assert same == "a/0, a/1, b: same"
+    assert long.startswith("worker-0, worker-1, worker-2 and 37 more: x") and len(long) <= 80
+
+
+def test_rows_are_ordered_as_asked_for(tmp_path: Path) -> None:
+    """The largest first, names from the first on; what has no number last; ranks stay with their worker;
+    each column that may be asked for is one.
+    """
+    rows = [
+        row(1, worker="c", rank=0, lost=0, lag_p50_s=None, events_per_s=5.0),
+        row(1, worker="c", rank=1, lost=None, lag_p50_s=0.2, events_per_s=None),
+        row(2, worker="a", rank=0, lost=7, lag_p50_s=0.3, events_per_s=9.0),
+        row(2, worker="a", rank=1, lost=None, lag_p50_s=-0.1, events_per_s=0.0),
+        row(3, worker="b", rank=0, lost=3, lag_p50_s=0.1, events_per_s=7.0),
+    ]
+
+    def order(column: str) -> str:
+        return " ".join(f"{one.worker}{one.rank}" for one in _ordered(rows, column))
+
+    assert order("worker") == "a0 a1 b0 c0 c1"
+    assert order("lost") == "a0 a1 b0 c0 c1"
+    assert order("ev/s") == "a0 b0 c0 c1 a1"
+    assert order("lag") == "a0 c1 b0 a1 c0"
+    parsed = parser_of("top").parse_args(["top", "x", "--sort", "lost", "--json"])
+    assert (parsed.sort, parsed.output, parsed.prefixes) == ("lost", "json", 10)
+    assert _SORTS == SORTS and all(order(column) for column in SORTS)
+    block = BlockStored([1], None, [1], 1, medium=GPU)
+    many = [
+        capture(tmp_path / name, (1.0, [block] * stores))
+        for name, stores in (("a", 1), ("b", 3), ("c", 2))
+    ]
+    board = Board(many, windowed=False, hottest=0, sort="stored/s")
+    for source in many:
+        for step in source.steps():
+            board.take(source, step)
+    shown = board.snapshot()
+    assert [Path(one.worker).name for one in shown.rows] == ["b", "c", "a"]
+    assert shown.hottest == [] and not any("hottest" in line for line in text_of(shown, 80))
 
 
 NAMES = ["a", "vllm-decode-7f9c6d5b8-x2x4q.inference.svc.cluster.local:5557", "w" * 300]
@@ -549,31 +716,15 @@ def test_no_line_is_wider_than_the_terminal(width: int, rows: list[Row]) -> None
     assert [line.rstrip() for line in captured.get().split("\n")] == text
 
 
-@pytest.mark.parametrize(("width", "tall"), [(80, 2), (100, 2), (120, 1), (200, 1)])
-def test_a_healthy_row_at_usual_widths(width: int, tall: int) -> None:
-    """From 120 columns on it has one line: what is 0 everywhere makes room."""
-    two = {"GPU": 1234567, "CPU_PINNED": 7654321, "DISK": 0, "EXTERNAL": 0}
-    fine: dict[str, object] = {"blocks": two, "lag_p99_s": 0.5, "replays": 1, "seq": 1234567}
-    fine |= {"gaps": 0, "lost": 0, "restarts": 0, "findings": 0}
-    rows = [row(number, worker=NAMES[1], **fine) for number in range(2)]
-    shown = Snapshot(at_s=0.0, window_s=10, rows=rows, hottest=[])
-    title = 2 if width == 80 else 1
-    assert len(lines(shown, width)) <= title + 4 * tall
-
-
-def test_at_80_columns_a_row_has_two_lines() -> None:
-    """Three at most where all tiers are used; one at 160."""
-    shown = snapshot(2)
-    told = {width: len(lines(shown, width)) for width in (80, 160)}
-    assert told[80] - told[160] <= 4 * 2
-
-
 def test_rows_are_left_out_where_the_terminal_is_low() -> None:
-    """The prefixes stay, and it is said how many workers are not shown."""
-    told = ["".join(cell.text for cell in line) for line in lines(snapshot(40), 140, 30)]
-    assert len(told) <= 30
-    assert any(re.fullmatch(r"… and \d+ more", line) for line in told)
-    assert any("hottest" in line for line in told)
+    """As few as can be, and it is said how many workers are not shown; a note keeps its line."""
+    shown = snapshot(40)
+    shown.rows[0].notes.append("not connected")
+    told = text_of(shown, 140, 30)
+    assert len(told) == 30
+    assert sum(line.startswith("eng") for line in told) == 25 + 1  # its note
+    assert "… and 15 more" in told and told[-1].endswith(": not connected")
+    assert not any("hottest" in line for line in told)
 
 
 def test_notes_and_what_is_down(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvevents.reading import Reading, read
 from publisher.tools.fleet.held import Held
 from publisher.tools.source import Capture, Live, Source
 
-__all__ = ["Fleet", "Missing", "Rank", "Worker", "waiting"]
+__all__ = ["Fleet", "Missing", "Rank", "Worker", "slow", "waiting"]
 
 _LOCAL = (None, "LOCAL")
 _FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
@@ -26,8 +26,9 @@ _MOST_RANKS = 1024
 _SILENT_S = 2.0
 """A replay of which nothing comes for so long is one that is not answered."""
 _LONGEST_REASON = 100
+_STOPPED = "a replay stopped before its end"
 _ASTRAY_NS = 2_000_000_000
-"""Replays that are ahead of what comes live for so long are another publisher's."""
+"""Replays that are ahead of what comes live for so long are another's, or that is far behind."""
 
 
 @dataclass(slots=True)
@@ -73,6 +74,8 @@ class Rank:
         self._misfits = 0
         self._since = Missing()
         """What was missing of the worker's stream when all was cleared last."""
+        self.anew = 0
+        """After which of the replays that were given up all was cleared, live."""
 
     def missing(self, of_worker: Missing) -> Missing:
         """Since all was cleared last."""
@@ -164,10 +167,15 @@ class Worker:
         self.missing = Missing()
         self.was_connected = isinstance(source, Capture)
         self.answered = self.gave_up = self.refused = False
+        self.replay_began = False
+        """Whether something came of the replay that was asked for last."""
         self.own_gaps = 0
         self.unreadable = ""
         self._own_until = 0
         """What is lost before this seq may be ours alone: we read too slowly when it did not come."""
+        self._given_up = self._anew = 0
+        """Replays that were given up, and after which of them the stream began at seq 0, live."""
+        self._is_given_up = False
         self._ahead_ns: int | None = None
         """Since when the replays are ahead of what comes live."""
         self._at_ns = 0
@@ -195,17 +203,40 @@ class Worker:
 
     @property
     def replay_is_silent(self) -> bool:
-        """Whether a replay is under way of which nothing comes."""
+        """Whether a replay is under way of which nothing has come for long. One that pauses is not: it
+        may be we who were busy with what it brought.
+        """
         source = self.source
-        return isinstance(source, Live) and source.listener.unanswered_s > _SILENT_S
+        if self.replay_began or not isinstance(source, Live):
+            return False
+        return source.listener.unanswered_s > _SILENT_S
 
     @property
     def is_astray(self) -> bool:
-        """Whether the replays are another publisher's."""
+        """Whether the replays are another publisher's, or what comes live is far behind them."""
         if self._ahead_ns is None or not self.source.follower.ahead:
             return False
         now = self._at_ns if isinstance(self.source, Capture) else time.time_ns()
         return now - self._ahead_ns > _ASTRAY_NS
+
+    @property
+    def is_late(self) -> bool:
+        """Whether there may be more that has come and was not read yet."""
+        return isinstance(self.source, Live) and self.source.is_behind
+
+    def lacks_replay(self, rank: Rank | None) -> bool:
+        """Whether a replay was given up that had to tell what is still not known."""
+        known = self._anew if rank is None else max(self._anew, rank.anew)
+        return self.source.follower.diverged and known != self._given_up
+
+    def told(self, told: Told, rank: Rank, applied: Sequence[Event]) -> None:
+        """A batch was applied; what is told live from seq 0, or from a clear, needs no replay."""
+        if told.replayed or not self._is_given_up:
+            return
+        if not told.seq:
+            self._anew = self._given_up
+        if any(isinstance(event, AllBlocksCleared) for event in applied):
+            rank.anew = self._given_up
 
     def look(self, step: Step) -> None:
         """A message has come."""
@@ -214,10 +245,14 @@ class Worker:
                 self.was_connected = True
             case Channel.REFUSED:
                 self.refused = True
+            case Channel.ASKED:
+                self.replay_began = False
             case Channel.ANSWER:
-                self.answered = True
+                self.answered = self.replay_began = True
             case Channel.OVER:
                 self.gave_up = True
+        was_given_up, self._is_given_up = self._is_given_up, self.source.follower.diverged
+        self._given_up += self._is_given_up and not was_given_up
         self._at_ns = step.message.at_ns
         if not self.source.follower.ahead:
             self._ahead_ns = None
@@ -264,7 +299,9 @@ class Worker:
     def is_whole(self, rank: Rank | None) -> bool:
         """Whether what is known is all there is."""
         missing = self.missing if rank is None else rank.missing(self.missing)
-        return self.in_step and not missing and not self.beyond and not self.is_astray
+        if missing or self.beyond or self.lacks_replay(rank):
+            return False
+        return self.in_step and not self.is_late and not self.is_astray
 
     def notes(self, rank: Rank | None) -> list[str]:
         """Why it is not, and what was left out."""
@@ -313,6 +350,8 @@ class Fleet:
             worker.beyond += 1
         elif reading.events:
             applied = rank.apply(reading.events, worker.missing)
+        if rank is not None:
+            worker.told(told, rank, applied)
         worker.missing.skipped += len(reading.skipped)
         if reading.skipped and not worker.unreadable:
             worker.unreadable = reading.skipped[0].reason
@@ -356,6 +395,8 @@ def _notes(worker: Worker, rank: Rank | None) -> list[str]:
     notes = _of_connection(worker)
     if worker.gave_up and not worker.answered and not missing.before:
         notes.append("its replay endpoint does not answer")
+    if worker.lacks_replay(rank) and worker.answered and not missing.before and not missing.lost:
+        notes.append(f"{_STOPPED}: what it had still to tell is unknown")
     if missing.before:
         notes.append(f"{_joined(worker)}: what was stored before is unknown")
     if missing.lost:
@@ -381,8 +422,8 @@ def _notes(worker: Worker, rank: Rank | None) -> list[str]:
     if rank is not None and rank.other_groups:
         many = _many(rank.other_groups, "block", "blocks")
         notes.append(f"{many} of other KV cache groups left out")
-    if source.is_behind:
-        notes.append(f"{_slow(source)}: what is missing may be our own loss")
+    if source.is_behind and missing.ours:
+        notes.append(f"{slow(source)}: what is missing may be our own loss")
     return notes
 
 
@@ -390,33 +431,35 @@ def _of_connection(worker: Worker) -> list[str]:
     source, notes = worker.source, list[str]()
     if not source.connected:
         notes.append("the connection is lost: this is as of then")
-    if worker.replay_is_silent:
+    if worker.replay_is_silent or (source.connected and not worker.in_step):
         notes.append(waiting(worker))
-    elif source.connected and not worker.in_step:
-        notes.append("its replay is not over")
     if worker.is_astray:
-        follower = source.follower
-        last = (follower.next_seq or 0) - 1
+        ahead = _many(source.follower.ahead, "batch", "batches")
         notes.append(
-            f"the replay endpoint answers up to seq {last}, and what comes live is at"
-            f" {last - follower.ahead}: the answers seem to be another publisher's"
+            f"the replay endpoint {_replay_endpoint(source)} is {ahead} ahead of what comes live:"
+            " it is another publisher's, or what comes live is far behind"
         )
     return notes
 
 
 def waiting(worker: Worker) -> str:
     """What waits for the replay that is under way."""
-    source = worker.source
-    endpoint = source.address.replay_endpoint if isinstance(source, Live) else None
-    silent = f"the replay endpoint {endpoint} does not answer"
-    if not worker.held:
+    source, held = worker.source, worker.held
+    if not worker.replay_is_silent:
+        waits = "1 batch waits" if held == 1 else f"{held} batches wait"
+        return f"its replay is not over{f': {waits} behind it' if held else ''}"
+    how = "answers no more" if worker.answered else "does not answer"
+    silent = f"the replay endpoint {_replay_endpoint(source)} {how}"
+    if not held:
         return silent
-    have = (
-        "1 batch has come and waits"
-        if worker.held == 1
-        else f"{worker.held} batches have come and wait"
-    )
+    have = "1 batch has come and waits" if held == 1 else f"{held} batches have come and wait"
     return f"{have}: {silent}"
+
+
+def _replay_endpoint(source: Source) -> str | None:
+    if isinstance(source, Live):
+        return source.address.replay_endpoint
+    return None if source.head is None else source.head.replay_endpoint
 
 
 def _ours(missing: Missing) -> str:
@@ -426,7 +469,8 @@ def _ours(missing: Missing) -> str:
     return f", {which}perhaps by us alone: it was read too slowly then"
 
 
-def _slow(source: Source) -> str:
+def slow(source: Source) -> str:
+    """Why what is missing may be our own loss."""
     if isinstance(source, Capture):
         return "it was recorded too slowly"
     return "we read more slowly than it publishes, or stood still"
@@ -439,6 +483,8 @@ def _short(reason: str) -> str:
 def _joined(worker: Worker) -> str:
     if not worker.source.can_replay:
         return "joined live"
+    if worker.answered and worker.source.follower.diverged:
+        return _STOPPED
     if worker.answered:
         return "its replays do not go back far enough"
     return "its replay endpoint does not answer"

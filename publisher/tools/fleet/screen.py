@@ -19,7 +19,7 @@ __all__ = ["render", "watch"]
 _ENTER, _LEAVE = b"\x1b[?1049h\x1b[?25l\x1b[H", b"\x1b[?1049l\x1b[?25h"
 _HOME, _NEXT, _REST = "\x1b[H\x1b[2K", "\r\n\x1b[2K", "\x1b[J"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_LONGEST_TICK_S = 1.0
+_LONGEST_TICK_S = 0.25
 _PATIENCE_S = 1.0
 """How long a terminal may take nothing, as one does after Ctrl-S, before it is left as it is."""
 

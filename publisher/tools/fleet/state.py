@@ -1,9 +1,10 @@
-"""Who holds what, once streams are in step and quiet: as tables, and as one JSON document.
+"""Who holds what, once streams are in step: as tables, and as one JSON document.
 
 The document's keys:
 
 `workers`: a list of {worker, rank (null where nothing came), block_size, blocks: {medium: count}, any:
-blocks on any medium, seq: of the last batch, whole: whether all is known, quiet, notes: [text]}.
+blocks on any medium, seq: of the last batch, whole: whether all is known, quiet: whether it came to be
+in step, or quiet, in time, notes: [text]}.
 `overlap`, where a prompt was given: {tokens, lora, cache_salt, extra_key, workers: best first, each
 {worker, rank, block_size, prompt_blocks, blocks: {medium: leading blocks}, any, tokens: {medium:
 leading tokens}, any_tokens, share: of the prompt, breaks_at_block, breaks_at_token (null: it does
@@ -14,6 +15,7 @@ bits; depth, media: [medium], lora, cache_salt, extra_key, tokens: [int]}.
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvevents.events import StorageMedium
+from kvevents.message import Channel
 from kvevents.namespace import Namespace
 from kvevents.tokens import TokenBytes, TokenIds
 from publisher.tools.columns import Cell, Column, Line, lay_out
-from publisher.tools.fleet.fleet import Fleet, Rank, Worker, waiting
+from publisher.tools.fleet.fleet import Fleet, Rank, Worker, slow, waiting
 from publisher.tools.fleet.held import HeldBlock, Scored, called, media_of, score
 from publisher.tools.source import Sources
 from publisher.tools.text import printable
@@ -34,6 +37,8 @@ __all__ = ["Prompt", "State", "gather"]
 _MEDIA = tuple(StorageMedium)
 _RARE = (StorageMedium.DISK, StorageMedium.EXTERNAL)
 _LONGEST_TICK_S = 0.1
+_AWAY_S = 1.0
+"""Between two looks so long, we stood still ourselves: that nothing came means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Prompt:
 
 
 class State:
-    """What was gathered. `busy`: the workers that never were quiet."""
+    """What was gathered. `busy`: the sources that came neither to be in step nor to be quiet."""
 
     def __init__(self, fleet: Fleet, busy: set[int]) -> None:
         self.fleet, self._busy = fleet, busy
@@ -77,8 +82,8 @@ class State:
     def notes(self, worker: Worker, rank: Rank | None) -> list[str]:
         """Why a row is not all there is."""
         notes = worker.notes(rank)
-        if id(worker.source) in self._busy and worker.source.connected:
-            notes.append("not quiet")
+        if id(worker.source) in self._busy and worker.source.connected and worker.in_step:
+            notes += _why_busy(worker)
         return [printable(note) for note in notes]
 
     def scored(self, prompt: Prompt) -> list[Scored]:
@@ -199,46 +204,76 @@ class State:
 
 
 def gather(sources: Sources, *, quiet_s: float, for_s: float, warn: Callable[[str], None]) -> State:
-    """Captures to their end; what is live until each is in step and has changed nothing for `quiet_s`, or
-    for `for_s`, or Ctrl-C. `warn`: is told once of each worker what keeps it waiting. Raises ValueError
-    for a capture that is none.
+    """Captures to their end; what is live until each has been in step for `quiet_s`, or for `for_s`, or
+    Ctrl-C. One that cannot say that it is, because it answers no replay, must have changed nothing for
+    `quiet_s` instead. `warn`: is told once of each worker what keeps it waiting. Raises ValueError for a
+    capture that is none.
     """
     fleet, warned = Fleet(sources.all), set[int]()
     begun = time.monotonic()
-    changed_at = {id(source): begun for source in sources.live}
+    settled_at = {id(source): begun for source in sources.live}
+    looked_at, back_at = begun, -math.inf
     try:
         for one in sources.steps(begun + for_s, min(quiet_s / 4, _LONGEST_TICK_S)):
             now = time.monotonic()
+            if now - looked_at > _AWAY_S:
+                settled_at, back_at = dict.fromkeys(settled_at, now), now
+            looked_at = now
             if one is not None:
                 source, step = one
-                was_in_step = fleet.of(source).in_step
-                if fleet.take(source, step) or not was_in_step:
-                    changed_at[id(source)] = now
+                worker = fleet.of(source)
+                was_late = worker.is_late or step.message.channel == Channel.ABREAST
+                was_in_step = worker.in_step and not was_late
+                changed = fleet.take(source, step)
+                if not was_in_step or (changed and not worker.answered):
+                    settled_at[id(source)] = now
                 continue
             for worker in fleet.workers.values():
                 if worker.replay_is_silent and id(worker) not in warned:
                     warned.add(id(worker))
                     warn(f"{worker.name}: {waiting(worker)}")
-            if not _busy(fleet, sources, changed_at, now - quiet_s):
+            if sources.drained and not _busy(fleet, sources, settled_at, now - quiet_s):
                 break
+        now = time.monotonic()
+        back_at = now if now - looked_at > _AWAY_S else back_at
+        for source, step in sources.live_steps(back_at + _AWAY_S):  # the time was up meanwhile
+            fleet.take(source, step)
     except KeyboardInterrupt:
         pass
-    return State(fleet, _busy(fleet, sources, changed_at, time.monotonic() - quiet_s))
+    for source, step in sources.rest():
+        fleet.take(source, step)
+    return State(fleet, _busy(fleet, sources, settled_at, looked_at - quiet_s))
 
 
-def _busy(fleet: Fleet, sources: Sources, changed_at: dict[int, float], since: float) -> set[int]:
-    """Those live sources that are not in step, have changed since then, or are behind their replays."""
+def _busy(fleet: Fleet, sources: Sources, settled_at: dict[int, float], since: float) -> set[int]:
+    """Those live sources that are not in step, are behind their replays, are read too late, or settled
+    only after that.
+    """
     return {
         id(source)
         for source in sources.live
         if not fleet.of(source).in_step
         or not fleet.of(source).told_all
         or source.follower.ahead
-        or changed_at[id(source)] > since
+        or source.is_behind
+        or settled_at[id(source)] > since
     }
 
 
 # ---------------------------------------------------------------------------------------- helpers
+
+
+def _why_busy(worker: Worker) -> list[str]:
+    """Of one that no replay is awaited of."""
+    if not worker.told_all:
+        return ["nothing has come of it yet"]
+    if worker.is_late:
+        return [f"{slow(worker.source)}: what waits was not read yet"]
+    if ahead := worker.source.follower.ahead:
+        return [] if worker.is_astray else [f"what comes live is {ahead} batches behind its replay"]
+    if not worker.answered:
+        return ["not quiet: it answers no replay, and what it holds changed to the end"]
+    return []
 
 
 def _name_width(width: int | None) -> int | None:

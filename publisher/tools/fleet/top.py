@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -12,7 +14,7 @@ from kvevents.check import Checker, Finding
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from kvevents.follower import Malformed, Step, Told
 from kvevents.gaps import Gap, Lost, Restarted
-from kvevents.hashing import BlockHash
+from kvevents.hashing import BlockHash, short_hash
 from kvevents.index import Block, BlockIndex
 from kvevents.message import Channel
 from publisher.tools.columns import Cell, Column, Line, lay_out, short_number
@@ -23,27 +25,30 @@ from publisher.tools.fleet.rates import Lags, Rates
 from publisher.tools.source import Capture, Source
 from publisher.tools.text import printable
 
-__all__ = ["Board", "Hot", "Row", "Snapshot", "lines"]
+__all__ = ["SORTS", "Board", "Hot", "Row", "Snapshot", "lines"]
 
 _MEDIA = tuple(StorageMedium)
 _WINDOW_S, _HOT_WINDOW_S = 10, 60
 _HOTTEST = 10
 _NS = 1_000_000_000
+_GAP = 2
+"""Blanks between two columns."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of a worker. `link`: "up", "down", or "file". `blocks`: by medium; `held`: on any. Lags:
-    arrival minus time stamp of batches that came live. What is of a whole stream (`gaps` and those after)
-    is None but in its first rank's row. `lost_perhaps_ours`: those of `lost` that may be missing here
-    alone. `findings`: what `kvevents check` would report, without notes, and without such losses.
+    """One rank of a worker. `link`: "up", "down", or "file". Rates: None until it was in step. `blocks`:
+    by medium; `held`: on any. Lags: arrival minus time stamp of batches that came live. What is of a
+    whole stream (`gaps` and those after) is None but in its first rank's row. `lost_perhaps_ours`: those
+    of `lost` that may be missing here alone. `findings`: what `kvevents check` would report, without
+    notes, and without such losses.
     """
 
     worker: str
     rank: int | None
     link: str
-    events_per_s: float
-    stored_per_s: float
-    removed_per_s: float
+    events_per_s: float | None
+    stored_per_s: float | None
+    removed_per_s: float | None
     blocks: dict[str, int]
     held: int
     block_size: int | None
@@ -117,6 +122,8 @@ class _Stream:
         self.first_s: float | None = None
         self.last_s = 0.0
         """When its first and its last message came."""
+        self.live_s: float | None = None
+        """Since when what comes live is counted: what came before was the replay's to tell."""
 
 
 class _Pace:
@@ -127,16 +134,25 @@ class _Pace:
 
 
 class Board:
-    """Of all sources. `windowed`: rates are of the last seconds, not of all the time."""
+    """Of all sources. `windowed`: rates are of the last seconds, not of all the time. `hottest`: how many
+    prefixes are told. `sort`: one of `SORTS`; None: rows are in the order of the sources.
+    """
 
-    def __init__(self, sources: Sequence[Source], *, windowed: bool) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        windowed: bool,
+        hottest: int = _HOTTEST,
+        sort: str | None = None,
+    ) -> None:
+        self._hottest, self._sort = hottest, sort
         self._window_s = _WINDOW_S if windowed else None
         self._prefixes = Prefixes(_HOT_WINDOW_S if windowed else None)
         self._watched: list[_Watched] = []
         self.fleet = Fleet(sources, self._new_index)
         self._streams = {id(source): _Stream() for source in sources}
         self._paces: dict[tuple[int, int], _Pace] = {}
-        self._begun_s = time.time()
 
     @property
     def came(self) -> bool:
@@ -147,6 +163,21 @@ class Board:
     def waits(self) -> bool:
         """Whether batches have come that wait for a replay."""
         return any(worker.held for worker in self.fleet.workers.values())
+
+    @property
+    def joined(self) -> int:
+        """How many sources have been in step."""
+        return sum(stream.live_s is not None for stream in self._streams.values())
+
+    @property
+    def joins(self) -> bool:
+        """Whether the rates of some source wait for a replay of which something has come, or may yet."""
+        return any(
+            worker.source.connected
+            and self._streams[key].live_s is None
+            and not worker.replay_is_silent
+            for key, worker in self.fleet.workers.items()
+        )
 
     def take(self, source: Source, step: Step) -> None:
         """A message and what it brought."""
@@ -171,6 +202,8 @@ class Board:
                     pass
             self.fleet.other(worker, arrival)
             self._judge(worker, stream, stream.checker.other(arrival))
+        if stream.live_s is None and worker.in_step:
+            stream.live_s = stream.first_s if isinstance(source, Capture) else stream.last_s
 
     def _told(self, worker: Worker, stream: _Stream, told: Told) -> None:
         self._prefixes.second = None if told.replayed else told.at_ns // _NS
@@ -178,7 +211,10 @@ class Board:
         self._judge(worker, stream, stream.checker.read(reading))
         if told.replayed or reading.batch is None or reading.rank not in worker.ranks:
             return
-        pace, at = self._pace(worker, reading.rank), told.at_ns / _NS
+        at = told.at_ns / _NS
+        # the first of those that waited for the replay came before it was over
+        stream.live_s = at if stream.live_s is None else min(stream.live_s, at)
+        pace = self._pace(worker, reading.rank, stream.live_s)
         pace.lags.add(at - reading.batch.ts)
         stored = removed = 0
         for event in applied:
@@ -196,14 +232,11 @@ class Board:
             ours = one.rule == "lost" and worker.is_ours(one.place.seq)
             stream.findings += one.severity == "violation" and not ours
 
-    def _pace(self, worker: Worker, number: int) -> _Pace:
+    def _pace(self, worker: Worker, number: int, begun_s: float) -> _Pace:
         key = id(worker.source), number
         found = self._paces.get(key)
         if found is None:
             found = self._paces[key] = _Pace(self._window_s)
-            begun_s = self._begun_s
-            if isinstance(worker.source, Capture):
-                begun_s = self._streams[id(worker.source)].first_s or 0.0
             found.rates.look(begun_s)
         return found
 
@@ -222,11 +255,11 @@ class Board:
             numbers: list[int | None] = [*sorted(worker.ranks)]
             for place, number in enumerate(numbers or [None]):
                 rows.append(self._row(worker, number, now, first=place == 0))
-        hottest = [self._hot(one) for one in self._prefixes.hottest(_HOTTEST)]
+        hottest = [self._hot(one) for one in self._prefixes.hottest(self._hottest)]
         return Snapshot(
             at_s=now,
             window_s=self._window_s,
-            rows=rows,
+            rows=rows if self._sort is None else _ordered(rows, self._sort),
             hottest=hottest,
             left_out=self._prefixes.left_out,
         )
@@ -236,18 +269,20 @@ class Board:
         rank: Rank | None = None if number is None else worker.ranks[number]
         index = Held() if rank is None else rank.index
         is_file = isinstance(worker.source, Capture)
-        pace = _Pace(None) if number is None else self._pace(worker, number)
-        rates = pace.rates.per_second(stream.last_s if is_file else now)
-        events, stored, removed = (round(rate, 3) for rate in rates)
+        pace = _Pace(None)
+        if number is not None:
+            pace = self._paces.get((id(worker.source), number), pace)
+        told = pace.rates.per_second(stream.last_s if is_file else now)
+        rates = [None if stream.live_s is None else round(rate, 3) for rate in told]
         lags = pace.lags.quantiles(0.5, 0.99)
         p50, p99 = (None if lag is None else round(lag, 6) for lag in lags)
         return Row(
             worker=printable(worker.name),
             rank=number,
             link="file" if is_file else "up" if worker.source.connected else "down",
-            events_per_s=events,
-            stored_per_s=stored,
-            removed_per_s=removed,
+            events_per_s=rates[0],
+            stored_per_s=rates[1],
+            removed_per_s=rates[2],
             blocks={medium.value: index.count(medium) for medium in _MEDIA},
             held=len(index),
             block_size=index.block_size,
@@ -289,6 +324,45 @@ class Board:
         )
 
 
+_VALUES: dict[str, Callable[[Row], float | None]] = {
+    "rank": lambda row: row.rank,
+    "ev/s": lambda row: row.events_per_s,
+    "stored/s": lambda row: row.stored_per_s,
+    "removed/s": lambda row: row.removed_per_s,
+    "GPU": lambda row: row.blocks["GPU"],
+    "CPU": lambda row: row.blocks["CPU_PINNED"],
+    "DISK": lambda row: row.blocks["DISK"],
+    "EXT": lambda row: row.blocks["EXTERNAL"],
+    "lag": lambda row: row.lag_p50_s,
+    "seq": lambda row: row.seq,
+    "gaps": lambda row: row.gaps,
+    "lost": lambda row: row.lost,
+    "replays": lambda row: row.replays,
+    "restarts": lambda row: row.restarts,
+    "findings": lambda row: row.findings,
+}
+SORTS = ("worker", *_VALUES)
+"""What rows may be ordered by."""
+
+
+def _ordered(rows: Sequence[Row], column: str) -> list[Row]:
+    """By one of `SORTS`: names from the first on, else the largest number first. Rows of a worker that
+    have no number of their own there go with its first.
+    """
+    if column == "worker":
+        return sorted(rows, key=lambda row: row.worker)
+    value, firsts = _VALUES[column], dict[str, float | None]()
+    for row in rows:
+        firsts.setdefault(row.worker, value(row))
+
+    def place(row: Row) -> float:
+        told = value(row)
+        told = firsts[row.worker] if told is None else told
+        return math.inf if told is None else -told
+
+    return sorted(rows, key=place)
+
+
 # ------------------------------------------------------------------------------------------- text
 
 _COLUMNS = (
@@ -310,35 +384,83 @@ _COLUMNS = (
     ("restarts", 8),
     ("findings", 8),
 )
-_SPARE = ("DISK", "EXT", "gaps", "lost", "replays", "restarts", "findings")
+_TROUBLES = ("gaps", "lost", "replays", "restarts", "findings")
+_SPARE = ("rank", "DISK", "EXT", *_TROUBLES)
+"""They say nothing where all of them are 0."""
+_TELLING = (
+    *("worker", "rank", "link", "ev/s", "GPU", "lost", "gaps", "findings", "restarts", "CPU"),
+    *("lag p50", "stored/s", "DISK", "EXT", "seq", "removed/s", "lag p99", "replays"),
+)
+"""The most telling columns first: the others are left out where a terminal is narrow."""
 _TIER_STYLES = ("green", "yellow", "blue", "magenta")
 _HOT_COLUMNS = ("prefix from", "to", "blocks", "tokens", "beneath", "held by", "stores", "again")
 _TALLEST_NOTES = 8
+_SURE_NOTES = 2
+"""Lines of notes that have their place before the prefixes have any."""
+_LOWEST_HOTTEST = 4
 
 
 def lines(snapshot: Snapshot, width: int | None, height: int | None = None) -> list[Line]:
-    """The table, its totals, and below it the hottest prefixes; no line is longer than `width`. Where it
-    is higher than `height`, rows of workers are left out, and it says how many.
+    """The table, its totals, below it the hottest prefixes, and notes. No line is longer than `width`:
+    the columns that tell least are left out. Nor are there more lines than `height`: rows of workers
+    come first, then two lines of notes, then prefixes, then the other notes.
     """
     columns = [Column("worker", left=True, most=None if width is None else max(8, width // 5))]
-    columns += [Column(name, least=least, spare=name in _SPARE) for name, least in _COLUMNS]
+    columns += [Column(name, least=least) for name, least in _COLUMNS]
     cells = [_cells(row) for row in snapshot.rows]
-    head, bodies = lay_out(columns, [*cells, _totals(snapshot.rows)], width)
-    title, notes, hottest = (
-        _title(snapshot, width),
-        _notes(snapshot, width),
-        _hottest(snapshot, width),
+    cells += [_totals(snapshot.rows)] if len(snapshot.rows) > 1 else []
+    kept = _kept(columns, cells, width)
+    head, bodies = lay_out(
+        [columns[at] for at in kept], [[row[at] for at in kept] for row in cells], width
     )
-    *workers, totals = bodies
-    shown = len(workers)
-    if height is not None:
-        room = height - len(title) - len(head) - len(totals) - len(notes) - len(hottest) - 1
-        if room < sum(map(len, workers)):
-            shown = max(1, room // max(1, len(head)))
-    body = [line for one in workers[:shown] for line in one]
-    if shown < len(workers):
+    title, hottest, notes = (
+        _title(snapshot, width),
+        _hottest(snapshot, width),
+        _notes(snapshot, width),
+    )
+    workers, totals = bodies[: len(snapshot.rows)], bodies[len(snapshot.rows) :]
+    body = [line for one in workers for line in one]
+    end = [line for one in totals for line in one]
+    tall = sum(map(len, notes))
+    if height is None:
+        gap: list[Line] = [[]] if hottest and notes else []
+        return [*title, *head, *body, *end, *hottest, *gap, *_cut(notes, _TALLEST_NOTES)]
+    room = max(0, height - len(title) - len(head) - len(end))
+    if room < len(body):
+        room -= min(1, tall) + 1
+        shown = max(1, room // max(1, len(head)))
+        body = [line for one in workers[:shown] for line in one]
         body.append([Cell(f"… and {len(workers) - shown} more", "dim")])
-    return [*title, *head, *body, *(totals if len(workers) > 1 else []), *notes, *hottest]
+        return [*title, *head, *body, *end, *_cut(notes, 1)]
+    room -= len(body)
+    prefixes = room - min(tall, _SURE_NOTES)
+    hottest = hottest[:prefixes] if prefixes >= _LOWEST_HOTTEST else []
+    return [*title, *head, *body, *end, *hottest, *_cut(notes, room - len(hottest))]
+
+
+def _kept(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int | None
+) -> list[int]:
+    """Which of them have room in one line: the most telling, and last those in which all is 0."""
+    if width is None:
+        return list(range(len(columns)))
+    heads = [column.head for column in columns]
+    bare = [head for head in _SPARE if _is_bare(row[heads.index(head)] for row in rows)]
+    kept, left = list[int](), width
+    for head in [*(one for one in _TELLING if one not in bare), *bare]:
+        at = heads.index(head)
+        column = columns[at]
+        longest = max(len(head), column.least, *(len(row[at].text) for row in rows))
+        longest = longest if column.most is None else min(longest, max(column.most, len(head)))
+        needed = longest + (_GAP if kept else 0)
+        if not kept or needed <= left:
+            kept.append(at)
+            left -= needed
+    return sorted(kept)
+
+
+def _is_bare(cells: Iterable[Cell]) -> bool:
+    return all(cell.text in ("0", "-", "") for cell in cells)
 
 
 def _title(snapshot: Snapshot, width: int | None) -> list[Line]:
@@ -352,7 +474,7 @@ def _title(snapshot: Snapshot, width: int | None) -> list[Line]:
     text = f"{', '.join(told)}; rates of {window}"
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot.at_s))
     if width is not None and len(text) + 24 > width:
-        return [[Cell("kvevents top", "bold cyan")], [Cell(text)]]
+        return [[Cell("kvevents top", "bold cyan")], [Cell(_fitting(text, width))]]
     return [[Cell("kvevents top", "bold cyan"), Cell(f"  {clock}  {text}")]]
 
 
@@ -363,7 +485,7 @@ def _cells(row: Row) -> list[Cell]:
         Cell(row.worker, "bold"),
         Cell("-" if row.rank is None else str(row.rank)),
         link,
-        *(Cell(short_number(rate)) for rate in rates),
+        *(Cell("-" if rate is None else short_number(rate)) for rate in rates),
         *_tiers(row.blocks),
         Cell(_lag(row.lag_p50_s)),
         Cell(_lag(row.lag_p99_s)),
@@ -390,9 +512,9 @@ def _troubles(counts: Sequence[int | None]) -> list[Cell]:
 def _totals(rows: Sequence[Row]) -> list[Cell]:
     blocks = {medium.value: sum(row.blocks[medium] for row in rows) for medium in _MEDIA}
     rates = [
-        sum(row.events_per_s for row in rows),
-        sum(row.stored_per_s for row in rows),
-        sum(row.removed_per_s for row in rows),
+        sum(row.events_per_s or 0.0 for row in rows),
+        sum(row.stored_per_s or 0.0 for row in rows),
+        sum(row.removed_per_s or 0.0 for row in rows),
     ]
     counts = [
         sum(row.gaps or 0 for row in rows),
@@ -405,19 +527,43 @@ def _totals(rows: Sequence[Row]) -> list[Cell]:
     return [*told, *_tiers(blocks), Cell(""), Cell(""), Cell(""), *_troubles(counts)]
 
 
-def _notes(snapshot: Snapshot, width: int | None) -> list[Line]:
-    """What is not known, a line each."""
-    told: list[Line] = []
+def _notes(snapshot: Snapshot, width: int | None) -> list[list[Line]]:
+    """What is not known: the lines of each note, once for all workers that it is of."""
+    many = Counter(row.worker for row in snapshot.rows)
+    who = dict[str, list[str]]()
     for row in snapshot.rows:
-        who = row.worker if row.rank is None else f"{row.worker}/{row.rank}"
+        name = row.worker if many[row.worker] == 1 else f"{row.worker}/{row.rank}"
         for note in row.notes:
-            text = f"{who}: {note}"
-            parts = [text] if width is None else textwrap.wrap(text, max(20, width))
-            told += [[Cell(part, "yellow")] for part in parts]
-    if len(told) > _TALLEST_NOTES:
-        more = len(told) - _TALLEST_NOTES + 1
-        told[_TALLEST_NOTES - 1 :] = [[Cell(f"… and {more} more notes", "yellow")]]
+            who.setdefault(note, []).append(name)
+    told: list[list[Line]] = []
+    for note, names in who.items():
+        text = f"{_listed(names, None if width is None else width - len(note) - 2)}: {note}"
+        parts = [text] if width is None else textwrap.wrap(text, max(20, width))
+        told.append([[Cell(part, "yellow")] for part in parts])
     return told
+
+
+def _listed(names: Sequence[str], width: int | None) -> str:
+    """As many of them as fit, at least one, and how many more there are."""
+    shown = len(names)
+    while True:
+        more = len(names) - shown
+        text = ", ".join(names[:shown]) + (f" and {more} more" if more else "")
+        if shown == 1 or width is None or len(text) <= width:
+            return text
+        shown -= 1
+
+
+def _cut(notes: Sequence[list[Line]], most: int) -> list[Line]:
+    """As many whole ones as have room in so many lines, and how many more there are."""
+    for shown in range(min(len(notes), max(0, most)), -1, -1):
+        told = [line for note in notes[:shown] for line in note]
+        if more := len(notes) - shown:
+            which = f"… and {more} more" if shown else f"{more}"
+            told.append([Cell(f"{which} note{'s' if more > 1 else ''} without room", "yellow")])
+        if len(told) <= most:
+            return told
+    return []
 
 
 def _hottest(snapshot: Snapshot, width: int | None) -> list[Line]:
@@ -455,7 +601,7 @@ def _fitting(text: str, width: int | None) -> str:
 
 
 def _short(block_hash: str) -> str:
-    return f"{int(block_hash) & 2**64 - 1:016x}"[:12]
+    return short_hash(int(block_hash))
 
 
 def _lag(lag_s: float | None) -> str:
