@@ -22,7 +22,7 @@ def test_a_preset_fits_its_consumer(name: str) -> None:
     [
         (
             {"dialect": "vllm-router", "topic": "zz"},
-            "vllm-router    drops the batch: topic is b'zz'",
+            "vllm-router    drops the batch: topic is 'zz'",
         ),
         ({"dialect": "llm-d", "topic": "kv-events"}, "llm-d          drops the batch: topic is"),
         ({"dialect": "aibrix", "token_ids": False}, "token_ids is empty"),
