@@ -90,7 +90,7 @@ def test_the_router_sees_what_the_cache_holds() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("page_size", ["1", "16"])
+@pytest.mark.parametrize("page_size", ["1", pytest.param("16", marks=pytest.mark.stress)])
 def test_evictions_do_not_deceive_the_router(page_size: str) -> None:
     """With far fewer device pages than the trace needs, at any page size, the view is still the cache."""
     done = demo(
@@ -178,7 +178,11 @@ def test_a_second_run_over_the_same_store_starts_warm(tmp_path: Path) -> None:
         (("--host-pages", "0"), {"GPU"}),
         (("--storage", "none"), {"GPU", "CPU_PINNED"}),
         (("--write-policy", "write_back"), {"GPU", "CPU_PINNED", "DISK"}),
-        (("--write-policy", "write_through_selective"), {"GPU", "CPU_PINNED", "DISK"}),
+        pytest.param(
+            ("--write-policy", "write_through_selective"),
+            {"GPU", "CPU_PINNED", "DISK"},
+            marks=pytest.mark.stress,
+        ),
     ],
 )
 def test_each_choice_of_tiers_is_told_right(arguments: tuple[str, ...], media: set[str]) -> None:
@@ -199,7 +203,9 @@ def test_a_store_that_nobody_asked_for_goes_away(victim: str, tag: str, tmp_path
     killed with SIGKILL.
     """
     with start_kvevents(
-        tag, "demo", *SMALL[:1], "--requests", "1000", *FREE_PORTS, TMPDIR=str(tmp_path)
+        *(tag, "demo", *SMALL[:1], "--requests", "100" if victim == "nobody" else "1000"),
+        *FREE_PORTS,
+        TMPDIR=str(tmp_path),
     ) as process:
         eventually(lambda: 1 if any(tmp_path.glob("kvevents-demo-*/*/*/*")) else None)
         if victim == "demo":
@@ -242,7 +248,7 @@ def test_an_endpoint_in_use_is_one_line(tag: str) -> None:
 @pytest.mark.integration
 def test_two_demos_at_once_do_not_meet(tag: str) -> None:
     """Both end with 0 on four ports: where a default one is taken, a free one does as well."""
-    arguments = ("demo", "--json", "--requests", "200")
+    arguments = ("demo", "--json", "--requests", "50")
     with start_kvevents(tag, *arguments) as one, start_kvevents(tag, *arguments) as two:
         ended = [(*process.communicate(timeout=60.0), process.returncode) for process in (one, two)]
         assert [(err, code) for _, err, code in ended] == [("", 0), ("", 0)]
