@@ -1229,7 +1229,7 @@ def _by_endpoint(
         (found,) = [
             name
             for name, (endpoint, _) in sources.items()
-            if f"{endpoint} " in f"{line} " or f"{endpoint}:" in line
+            if any(f"{endpoint}{end}" in f"{line} " for end in " :,")
         ]
         yield found, line
 
