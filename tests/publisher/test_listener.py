@@ -117,7 +117,9 @@ def test_a_giant_frame_ends_the_connection() -> None:
         publisher.await_subscriber()
         publisher.live(0, payload=b"x")
         publisher.live(1, payload=bytes((1 << 20) + 1))
-        steps = listen_until(listener, lambda steps: Channel.DISCONNECTED in channels(steps))
+        steps = listen_until(
+            listener, lambda steps: Channel.DISCONNECTED in channels(steps) and bool(told(steps))
+        )
         assert told(steps) == [0]
         assert not listener.connected
 

@@ -68,6 +68,11 @@ def await_channel(file: Path, channel: Channel) -> None:
         assert time.monotonic() < deadline
 
 
+def but_pace(messages: list[Message]) -> list[Message]:
+    """But for those of a machine that is slow."""
+    return [one for one in messages if one.channel not in (Channel.BEHIND, Channel.ABREAST)]
+
+
 def live_of(messages: list[Message]) -> list[list[bytes]]:
     """The frames of those that came live."""
     return [one.frames for one in messages if one.channel == Channel.LIVE]
@@ -118,7 +123,7 @@ def test_what_is_recorded_is_what_came(publisher: RawPublisher, tmp_path: Path) 
     assert (process.returncode, plain(err)) == (0, told(2, file))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     reader = CaptureReader()
-    messages = reader.feed(file.read_bytes())
+    messages = but_pace(reader.feed(file.read_bytes()))
     assert reader.head is not None and reader.torn == 0
     assert (reader.head.endpoint, reader.head.replay_endpoint) == (
         publisher.endpoint,
@@ -164,7 +169,7 @@ def test_a_kill_costs_at_most_what_came_last(publisher: RawPublisher, tmp_path: 
             seq += 1
         process.kill()
         process.wait(timeout=PATIENCE_S)
-    messages = read(file)
+    messages = but_pace(read(file))
     assert messages[0].channel == Channel.CONNECTED
     live = live_of(messages)
     assert len(live) > 100 and len(live) == len(messages) - 1
@@ -261,18 +266,18 @@ def test_what_a_stopped_recorder_misses_is_not_the_publishers_loss(
         process.send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
         publisher.live(5, payload=GOOD)
-        while time.monotonic() < stopped + 1.7:  # it has to be away for longer than 1.5 s
-            time.sleep(stopped + 1.7 - time.monotonic())
+        while time.monotonic() < stopped + 1.2:  # it has to be away for longer than a second
+            time.sleep(max(0.0, stopped + 1.2 - time.monotonic()))
         process.send_signal(signal.SIGCONT)
         await_channel(file, Channel.ABREAST)
         publisher.live(6, payload=payload_of())
         await_live(file, 3)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=PATIENCE_S)
-    assert [one.channel for one in read(file)] == [
-        *(Channel.CONNECTED, Channel.LIVE, Channel.BEHIND, Channel.LIVE),
-        *(Channel.ABREAST, Channel.LIVE),
-    ]
+    channels = [one.channel for one in read(file)]
+    assert [one.channel for one in but_pace(read(file))] == [Channel.CONNECTED, *3 * [Channel.LIVE]]
+    _, second, third = [at for at, one in enumerate(channels) if one == Channel.LIVE]
+    assert channels[second - 1] == Channel.BEHIND and Channel.ABREAST in channels[second:third]
     assert process.returncode == 0
     assert plain(err) == (
         "kvevents record: it was too slow or stopped at times: what is missing of then may be missing"
