@@ -184,8 +184,9 @@ def _exit_code(outcome: Outcome, nothing: str, *, strict: bool) -> int:
         say(f"kvevents check: {nothing}")
         return NO_CONNECTION
     if not outcome.blocks:
-        batches = "1 batch" if outcome.batches == 1 else f"{outcome.batches:,} batches"
-        say(f"kvevents check: no block was stored in {batches}")
+        from publisher.tools.columns import of_batches
+
+        say(f"kvevents check: no block was stored in {of_batches(outcome.batches)}")
         return NO_CONNECTION
     if strict and outcome.notes:
         return FINDINGS

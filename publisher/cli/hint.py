@@ -67,11 +67,7 @@ def unheard(options: argparse.Namespace, sources: Sources, fleet: Fleet) -> Iter
 
 def damages(sources: Sources, fleet: Fleet) -> tuple[list[str], bool]:
     """What was not read of captures, a line each; and whether one of them is damaged."""
-    faults = []
-    for capture in sources.captures:
-        fault = capture.fault(fleet.of(capture).came)
-        if fault is None and capture.damaged is not None:
-            fault = f"{capture.file}: {capture.damaged}"
-        if fault is not None:
-            faults.append(fault)
-    return faults, any(capture.damaged is not None for capture in sources.captures)
+    faults = [capture.fault(fleet.of(capture).came) for capture in sources.captures]
+    return list(filter(None, faults)), any(
+        capture.damaged is not None for capture in sources.captures
+    )

@@ -116,8 +116,9 @@ def _exit_code(command: str, outcome: Outcome, nothing: str) -> int:
         say(f"kvevents {command}: {nothing}")
         return FINDINGS if outcome.faults else NO_CONNECTION
     if not outcome.blocks:
-        batches = "1 batch" if outcome.batches == 1 else f"{outcome.batches:,} batches"
-        say(f"kvevents {command}: no block was stored in {batches}")
+        from publisher.tools.columns import of_batches
+
+        say(f"kvevents {command}: no block was stored in {of_batches(outcome.batches)}")
     if outcome.findings or outcome.faults:
         return FINDINGS
     return 0 if outcome.blocks else NO_CONNECTION

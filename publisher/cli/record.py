@@ -164,12 +164,12 @@ def _name(file: str) -> str:
 
 def _account(recorded: Recorded) -> str:
     """How long it took, how large it is, and what is missing in it."""
-    from publisher.tools.columns import byte_size
+    from publisher.tools.columns import byte_size, of_batches
 
     gaps, lost = recorded.gaps, recorded.lost
     missing = "no gap" if not gaps else "1 gap" if gaps == 1 else f"{gaps:,} gaps"
     if lost:
-        missing += f", {'1 batch' if lost == 1 else f'{lost:,} batches'} lost"
+        missing += f", {of_batches(lost)} lost"
     return f"{recorded.seconds:.1f} s, {byte_size(recorded.size)}, {missing}"
 
 

@@ -347,10 +347,7 @@ def _say_torn(streams: Sequence[Stream]) -> bool:
 
     captures = [(one, one.source) for one in streams if isinstance(one.source, Capture)]
     for stream, capture in captures:
-        fault = capture.fault(stream.batches)
-        if fault is None and capture.damaged is not None:
-            fault = f"{capture.file}: {capture.damaged}"
-        if fault is not None:
+        if (fault := capture.fault(stream.batches)) is not None:
             say(f"kvevents tail: {fault}")
     return any(capture.damaged is not None for _, capture in captures)
 

@@ -8,7 +8,16 @@ from typing import NamedTuple
 
 from publisher.tools.colour import Paint
 
-__all__ = ["Cell", "Column", "Line", "byte_size", "lay_out", "painted", "short_number"]
+__all__ = [
+    "Cell",
+    "Column",
+    "Line",
+    "byte_size",
+    "lay_out",
+    "of_batches",
+    "painted",
+    "short_number",
+]
 
 _GAP = 2
 _INDENT = 2
@@ -120,6 +129,11 @@ def byte_size(count: int) -> str:
         if count < step * 1000:
             return f"{count / step:.1f} {unit}"
     return f"{count / 10**9:,.1f} GB"
+
+
+def of_batches(count: int) -> str:
+    """So many batches."""
+    return "1 batch" if count == 1 else f"{count:,} batches"
 
 
 def short_number(value: float) -> str:

@@ -251,11 +251,11 @@ class Capture:
         return self._reader.torn
 
     def fault(self, batches: int) -> str | None:
-        """What is said, once it was read, of an end that was not, after so many batches that were; None:
-        nothing is missing.
+        """What is said, once it was read, of an end that was not, after so many batches that were, or of
+        other damage; None: nothing is wrong.
         """
         if not self.left_out:
-            return None
+            return None if self.damaged is None else f"{self.file}: {self.damaged}"
         if self.damaged is None:
             return f"{self.file}: the last {self.left_out} bytes were left out: it was cut off"
         read = "1 batch was" if batches == 1 else f"{batches} batches were"

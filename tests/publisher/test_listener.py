@@ -167,6 +167,11 @@ def test_an_answer_as_large_as_an_engines_is_had() -> None:
         assert told(steps) == list(range(10_000))
 
 
+def impatient(publisher: RawPublisher) -> Listener:
+    """One that asks once, and not for long."""
+    return Listener(publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2, attempts=1)
+
+
 def away(seconds: float) -> None:
     """Whoever listens does something else."""
     time.sleep(seconds)
@@ -176,9 +181,7 @@ def test_an_answer_that_waited_for_us_is_one() -> None:
     """Who was busy for longer than a replay may take has not been left without an answer."""
     with (
         RawPublisher() as publisher,
-        Listener(
-            publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2, attempts=1
-        ) as listener,
+        impatient(publisher) as listener,
     ):
         publisher.await_subscriber()
         steps = listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
@@ -195,9 +198,7 @@ def test_whoever_stood_still_waits_once_more() -> None:
     """While a whole process is stopped no answer can even come; then it is as overdue as any."""
     with (
         RawPublisher() as publisher,
-        Listener(
-            publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2, attempts=1
-        ) as listener,
+        impatient(publisher) as listener,
     ):
         publisher.await_subscriber()
         listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
@@ -213,9 +214,7 @@ def test_who_never_comes_on_time_gives_up_too() -> None:
     """One that turns to it ever so rarely is not for ever at its first request."""
     with (
         RawPublisher() as publisher,
-        Listener(
-            publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2, attempts=1
-        ) as listener,
+        impatient(publisher) as listener,
     ):
         publisher.await_subscriber()
         listen_until(listener, lambda steps: Channel.ASKED in channels(steps))

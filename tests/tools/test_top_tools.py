@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -362,6 +363,18 @@ def test_rates_begin_when_a_stream_is_in_step(tmp_path: Path, over: bool) -> Non
     assert "-" in text_of(board.snapshot(), None)[2].split()
 
 
+def row_of(file: Path, head: bytes, told: Sequence[tuple[Channel, list[bytes]]]) -> Row:
+    """The one row of a capture of these, which is written to `file`."""
+    file.write_bytes(head + b"".join(pack_message(at, *one) for at, one in enumerate(told)))
+    with Sources([file]) as sources:
+        board = Board(sources.all, windowed=False)
+        for one in sources.steps():
+            assert one is not None, "nothing is live"
+            board.take(*one)
+    (row,) = board.snapshot().rows
+    return row
+
+
 def test_what_is_lost_by_us_is_no_finding(tmp_path: Path) -> None:
     """Batches that did not come while too little was read are counted apart, and said; the same without
     that is the publisher's.
@@ -378,13 +391,7 @@ def test_what_is_lost_by_us_is_no_finding(tmp_path: Path) -> None:
             (Channel.LIVE, live_frames(b"", 5, empty)),
         ]
         file = tmp_path / "c"
-        file.write_bytes(head + b"".join(pack_message(at, *one) for at, one in enumerate(told)))
-        with Sources([file]) as sources:
-            board = Board(sources.all, windowed=False)
-            for one in sources.steps():
-                assert one is not None, "nothing is live"
-                board.take(*one)
-        (row,) = board.snapshot().rows
+        row = row_of(file, head, told)
         assert (row.gaps, row.lost, row.lost_perhaps_ours) == (1, 3, 3 if behind else 0)
         assert row.findings == (0 if behind else 1)
         assert any("perhaps our own" in note for note in row.notes) is behind
@@ -405,13 +412,7 @@ def test_a_replay_that_stopped_before_its_end_is_noted(tmp_path: Path) -> None:
             *([(Channel.ANSWER, frames)] if frames else []),
         ]
         file = tmp_path / "c"
-        file.write_bytes(head + b"".join(pack_message(at, *one) for at, one in enumerate(told)))
-        with Sources([file]) as sources:
-            board = Board(sources.all, windowed=False)
-            for one in sources.steps():
-                assert one is not None, "nothing is live"
-                board.take(*one)
-        (row,) = board.snapshot().rows
+        row = row_of(file, head, told)
         assert [note.partition(":")[0] for note in row.notes if "replay" in note] == notes
 
 

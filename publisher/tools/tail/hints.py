@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from publisher.checks import shown
+from publisher.tools.columns import of_batches
 from publisher.tools.source import Address
 
 __all__ = ["Seen", "Watch"]
@@ -95,7 +96,7 @@ class Watch:
         answer = f"the answer of the replay endpoint {self.address.replay_endpoint}"
         if not seen.held:
             return f"it waited for {answer}"
-        return f"{_batches(seen.held)} came{last} that had to wait for {answer}"
+        return f"{of_batches(seen.held)} came{last} that had to wait for {answer}"
 
     # ---------------------------------------------------------------------------------- inside
 
@@ -155,8 +156,8 @@ class Watch:
 
     def _of_another(self, seen: Seen) -> str:
         return (
-            f"the replay endpoint {self.address.replay_endpoint} is {_batches(seen.ahead)} ahead of what"
-            f" comes from {self.address.endpoint}, which is taken for told already: the two are of"
+            f"the replay endpoint {self.address.replay_endpoint} is {of_batches(seen.ahead)} ahead of"
+            f" what comes from {self.address.endpoint}, which is taken for told already: the two are of"
             f" different publishers, or what comes is far behind; {self._says_more}"
         )
 
@@ -173,7 +174,3 @@ class Watch:
 
 
 _NOBODY = "nobody listens there, or it is no PUB socket, or it wants other keys"
-
-
-def _batches(count: int) -> str:
-    return "1 batch" if count == 1 else f"{count:,} batches"

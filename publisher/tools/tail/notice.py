@@ -11,6 +11,7 @@ from kvevents.follower import Malformed
 from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.message import Channel
 from kvevents.reading import Reading
+from publisher.tools.columns import of_batches
 
 __all__ = [
     "Notice",
@@ -71,8 +72,7 @@ def of_earlier(lost: Lost, at_ns: int, why: str) -> Notice:
     """
     last = lost.first + lost.count - 1
     which = f"{lost.first}" if lost.count == 1 else f"{lost.first}…{last}"
-    batches = "1 batch" if lost.count == 1 else f"{lost.count:,} batches"
-    text = f"before this: {batches} (seq {which}){why}"
+    text = f"before this: {of_batches(lost.count)} (seq {which}){why}"
     fields = {"count": lost.count}
     return Notice(lost.first, at_ns, "Earlier", text, style="dim", fields=fields, bare=True)
 
