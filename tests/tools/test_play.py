@@ -153,6 +153,15 @@ def told_by(file: Path) -> list[tuple[int, bytes]]:
     ]
 
 
+def come_to_by(file: Path) -> int | None:
+    """The last seq that its follower has delivered, while a replay may be under way in it still."""
+    capture, come = Capture(file), None
+    for message in capture.messages():
+        for one in capture.follower.take(message):
+            come = one.seq if isinstance(one, Told) else come
+    return come
+
+
 def state_of(told: Sequence[tuple[int, bytes]]) -> object:
     """What a router believes that applied these."""
     index = BlockIndex()
@@ -486,7 +495,7 @@ def recording(file: Path, source: str) -> Iterator[Callable[[int], None]]:
 
     def come_to(seq: int) -> None:
         deadline, pause = time.monotonic() + PATIENCE_S, Event()
-        while not (file.exists() and (told := told_by(file)) and told[-1][0] >= seq):
+        while not (file.exists() and (come := come_to_by(file)) is not None and come >= seq):
             assert time.monotonic() < deadline, seq
             pause.wait(0.02)
 
