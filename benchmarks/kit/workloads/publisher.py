@@ -1,0 +1,210 @@
+"""The publisher workloads: as fast as it takes, at a fixed rate, and beside a busy interpreter."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from time import monotonic
+from time import perf_counter_ns as now
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.kit.peers.interface import StoredBlocks
+
+from .numbers import percentile, quiet_gc
+from .tokens import PER_BLOCK, sequence
+
+if TYPE_CHECKING:
+    from benchmarks.kit.peers.interface import PublisherPeer
+
+__all__ = ["PublisherWorkload"]
+
+
+class PublisherWorkload:
+    """What a controller may ask of a publisher peer.
+
+    Answers name batches by their sequence number, which counts every batch since `start`.
+    """
+
+    def __init__(self, peer: PublisherPeer) -> None:
+        self._peer = peer
+        self._random = random.Random(0)
+        self._next_block = 0
+        self._batches: list[Any] = []
+        self._next_sequence = 0
+        self._steps: dict[tuple[float, float], Callable[[], None]] = {}
+        self.requests: dict[str, Callable[..., dict[str, Any]]] = {
+            name: getattr(self, name)
+            for name in (
+                "start",
+                "probe",
+                "prepare",
+                "flood",
+                "rate",
+                "busy",
+                "drain",
+                "encode",
+                "stop",
+            )
+        }
+
+    def start(
+        self, endpoint: str, replay_endpoint: str | None, buffer_batches: int
+    ) -> dict[str, Any]:
+        self._peer.start(endpoint, replay_endpoint, buffer_batches)
+        self._next_sequence = self._peer.first_sequence
+        return {}
+
+    def probe(self) -> dict[str, Any]:
+        """Publish one small batch, so that a subscriber can show that it is there."""
+        self._peer.publish(self._peer.prepare([self._event(1, 1)]))
+        self._next_sequence += 1
+        return {}
+
+    def prepare(self, batches: int, events: int, blocks: int, block_size: int) -> dict[str, Any]:
+        """Make the batches that the next workload publishes."""
+        self._batches = [
+            self._peer.prepare([self._event(blocks, block_size) for _ in range(events)])
+            for _ in range(batches)
+        ]
+        return {}
+
+    def flood(self) -> dict[str, Any]:
+        """Publish without a pause."""
+        sent, spent = [], []
+        publish, batches = self._peer.publish, self._batches
+        with quiet_gc():
+            for batch in batches:
+                sent.append(monotonic())
+                start = now()
+                publish(batch)
+                spent.append(now() - start)
+        return self._report(sent, spent)
+
+    def rate(self, per_second: float) -> dict[str, Any]:
+        """Publish at a fixed rate, asleep in between."""
+        sent, spent = [], []
+        publish, batches = self._peer.publish, self._batches
+        with quiet_gc():
+            begin = monotonic() + 0.05
+            for index, batch in enumerate(batches):
+                if (pause := begin + index / per_second - monotonic()) > 0:
+                    time.sleep(pause)
+                sent.append(monotonic())
+                start = now()
+                publish(batch)
+                spent.append(now() - start)
+        return self._report(sent, spent)
+
+    def busy(self, step_us: float, free_share: float, *, publish: bool) -> dict[str, Any]:
+        """One step of interpreter work per batch; a share of it may release the interpreter lock.
+
+        Without `publish`, the same steps publish nothing: what a step costs alone.
+        """
+        step = self._step(step_us, free_share)
+        sent, spent, steps = [], [], []
+        with quiet_gc():
+            gc.disable()
+            begin = now()
+            for batch in self._batches:
+                start = now()
+                step()
+                if publish:
+                    sent.append(monotonic())
+                    put = now()
+                    self._peer.publish(batch)
+                    spent.append(now() - put)
+                steps.append(now() - start)
+            total = now() - begin
+            backlog = self._peer.backlog()
+            gc.enable()
+        report = self._report(sent, spent) if publish else {}
+        return {
+            **report,
+            "steps": len(steps),
+            "total_s": total / 1e9,
+            "step_p50_us": percentile(steps, 50) / 1e3,
+            "step_p99_us": percentile(steps, 99) / 1e3,
+            "backlog": backlog,
+        }
+
+    def drain(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Wait until nothing is left to send."""
+        deadline = monotonic() + timeout_s
+        while self._peer.backlog():
+            if monotonic() > deadline:
+                raise TimeoutError(f"{self._peer.backlog()} batches left after {timeout_s} s")
+            time.sleep(0.02)
+        return {}
+
+    def encode(self, tries: int) -> dict[str, Any]:
+        """Bytes and microseconds of one payload, where the peer can show it."""
+        batch = self._batches[0]
+        payload = self._peer.encode(batch)
+        if payload is None:
+            return {}
+        start = now()
+        for _ in range(tries):
+            self._peer.encode(batch)
+        return {"payload_bytes": len(payload), "encode_us": (now() - start) / tries / 1e3}
+
+    def stop(self) -> dict[str, Any]:
+        self._peer.stop()
+        self._batches = []
+        return {}
+
+    def _event(self, blocks: int, block_size: int) -> StoredBlocks:
+        length = blocks * block_size
+        pieces = -(-length // PER_BLOCK)
+        ids = range(self._next_block, self._next_block + pieces)
+        self._next_block += pieces
+        hashes = [self._random.getrandbits(64) - (1 << 63) for _ in range(blocks + 1)]
+        return StoredBlocks(hashes[1:], hashes[0], sequence(ids, length).tolist(), block_size)
+
+    def _step(self, step_us: float, free_share: float) -> Callable[[], None]:
+        """Calibrated once, so that steps with and without publishing do the same work."""
+        shape = (step_us, free_share)
+        if shape not in self._steps:
+            self._steps[shape] = _calibrated_step(*shape)
+        return self._steps[shape]
+
+    def _report(self, sent: list[float], spent: list[int]) -> dict[str, Any]:
+        first, self._next_sequence = self._next_sequence, self._next_sequence + len(sent)
+        return {
+            "first": first,
+            "last": self._next_sequence - 1,
+            "sent": sent,
+            "publish_p50_us": percentile(spent, 50) / 1e3,
+            "publish_p99_us": percentile(spent, 99) / 1e3,
+            "publish_max_us": max(spent, default=0) / 1e3,
+        }
+
+
+def _spin(turns: int) -> int:
+    total = 0
+    for turn in range(turns):
+        total += turn & 7
+    return total
+
+
+def _calibrated_step(step_us: float, free_share: float) -> Callable[[], None]:
+    """Work of about `step_us`, calibrated now: counting holds the lock, hashing frees it."""
+    data = memoryview(bytes(1 << 20))
+    start = now()
+    _spin(200_000)
+    per_turn = (now() - start) / 200_000
+    start = now()
+    for _ in range(20):
+        sha256(data)
+    per_byte = (now() - start) / 20 / len(data)
+    turns = int(step_us * (1 - free_share) * 1e3 / per_turn)
+    freeing = data[: int(step_us * free_share * 1e3 / per_byte)]
+
+    def step() -> None:
+        _spin(turns)
+        if freeing:
+            sha256(freeing)
+
+    return step
