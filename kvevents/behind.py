@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from kvevents.hashing import BlockHash
 
@@ -32,6 +33,10 @@ class Behind:
             found.add(block_hash)
         elif found != block_hash:
             self._of[parent] = {found, block_hash}
+
+    def add_chain(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Put each of these behind the one before; none is known, but for the first as one behind."""
+        self._of.update(pairwise(block_hashes))
 
     def discard(self, parent: BlockHash, block_hash: BlockHash) -> None:
         """The reverse; nothing where it is not there."""

@@ -8,6 +8,7 @@ store's objects are read, in one batch too.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,7 +28,15 @@ from kvevents.extra_keys import check_extra_keys
 from kvevents.forms import fields_of_array, fields_of_object, refuse_bigrams, short
 from kvevents.tokens import MAX_TOKEN, TokenIds
 
-__all__ = ["Decoded", "Skipped", "check_batch", "decode_batch", "encode_batch", "pack_batch"]
+__all__ = [
+    "Decoded",
+    "Skipped",
+    "check_batch",
+    "check_event",
+    "decode_batch",
+    "encode_batch",
+    "pack_batch",
+]
 
 _I64_MIN, _I64_MAX, _U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 
@@ -106,19 +115,23 @@ def check_batch(batch: KVEventBatch) -> None:
     if type(rank) is not int or not 0 <= rank < 2**31:
         raise ValueError(f"dp_rank: {rank!r} is not in 0..{2**31 - 1}")
     for position, event in enumerate(batch.events):
-        if isinstance(event, AllBlocksCleared):
-            continue
-        if not isinstance(event, (BlockStored, BlockRemoved)):
+        if not isinstance(event, (BlockStored, BlockRemoved, AllBlocksCleared)):
             raise TypeError(f"events[{position}]: {type(event).__name__} is not an event")
-        path = f"events[{position}].{type(event).__name__}"
-        if type(event.medium) is not StorageMedium:
-            raise TypeError(f"{path}.medium: {event.medium!r} is not a StorageMedium")
-        _check_hashes(event.block_hashes, f"{path}.block_hashes")
-        group = event.group_idx
-        if group is not None and not (type(group) is int and 0 <= group <= _I64_MAX):
-            raise ValueError(f"{path}.group_idx: {group!r} is not in 0..{_I64_MAX}")
-        if isinstance(event, BlockStored):
-            _check_stored(event, path)
+        check_event(event, f"events[{position}].{type(event).__name__}")
+
+
+def check_event(event: Event, path: str) -> None:
+    """Raises ValueError or TypeError, with `path` before the field, unless the event may be sent."""
+    if isinstance(event, AllBlocksCleared):
+        return
+    if type(event.medium) is not StorageMedium:
+        raise TypeError(f"{path}.medium: {event.medium!r} is not a StorageMedium")
+    _check_hashes(event.block_hashes, f"{path}.block_hashes")
+    group = event.group_idx
+    if group is not None and not (type(group) is int and 0 <= group <= _I64_MAX):
+        raise ValueError(f"{path}.group_idx: {group!r} is not in 0..{_I64_MAX}")
+    if isinstance(event, BlockStored):
+        _check_stored(event, path)
 
 
 def _check_hashes(hashes: object, path: str) -> None:
@@ -175,6 +188,13 @@ def _check_tokens(event: BlockStored, path: str) -> None:
         )
     if isinstance(tokens, TokenIds):  # which cannot hold any other
         return
+    if set(map(type, tokens)) <= {int}:
+        try:
+            array("I", tokens)
+        except OverflowError:
+            pass
+        else:
+            return
     for token in tokens:
         if type(token) is not int or not 0 <= token <= MAX_TOKEN:
             raise ValueError(f"{path}: {token!r} is not in 0..{MAX_TOKEN}")

@@ -16,10 +16,10 @@ The same content in the same namespace has the same hash in every process, host 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from hashlib import sha256
-from typing import Any, NewType
+from typing import Any, NewType, TypeGuard
 
 from kvevents.namespace import BASE, Namespace
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, pack_tokens
@@ -28,6 +28,7 @@ __all__ = [
     "DIGEST_BYTES",
     "BlockHash",
     "HashFormat",
+    "are_canonical",
     "block_digests",
     "block_hashes",
     "canonical_hash",
@@ -45,6 +46,7 @@ DIGEST_BYTES = 32
 _first_eight = struct.Struct(">q").unpack_from
 _SIGN = 1 << 63
 _WRAP = 1 << 64
+_INTS = {int}
 
 
 class HashFormat(StrEnum):
@@ -123,6 +125,18 @@ def canonical_hash(value: int | bytes) -> BlockHash:
     if isinstance(value, bytes):
         value = int.from_bytes(value[-8:], "big")
     return BlockHash(value - _WRAP if value >= _SIGN else value)
+
+
+def are_canonical(values: Sequence[object]) -> TypeGuard[Sequence[BlockHash]]:
+    """Whether these are all signed 64-bit ints, and at least one."""
+    if len(values) == 1:
+        value = values[0]
+        return type(value) is int and -_SIGN <= value < _SIGN
+    return (
+        set(map(type, values)) == _INTS
+        and min(values) >= -_SIGN  # type: ignore[type-var,operator]  # ints
+        and max(values) < _SIGN  # type: ignore[type-var,operator]
+    )
 
 
 def _part(text: str | None) -> bytes:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from kvevents.events import BlockRemoved, BlockStored, Event, StorageMedium, medium_of
 from kvevents.extra_keys import check_extra_keys, has_own_keys
-from kvevents.hashing import BlockHash, canonical_hash
+from kvevents.hashing import BlockHash, are_canonical, canonical_hash
 from kvevents.namespace import BASE, Namespace
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds, pack_tokens
 
@@ -24,7 +25,9 @@ __all__ = ["Block", "BlockIndex", "FleetIndex", "Oddities", "Overlap"]
 
 _MEDIA = tuple(StorageMedium)
 _BIT = {medium: 1 << i for i, medium in enumerate(_MEDIA)}
+_MEDIUM = {bit: medium for medium, bit in _BIT.items()}
 _ALL = (1 << len(_MEDIA)) - 1
+_new_block = tuple.__new__  # half of what a named tuple's own constructor takes
 
 
 class Block(NamedTuple):
@@ -95,7 +98,8 @@ class BlockIndex:
         """Apply events in order (X1, X2, X3). Never raises for what an event says."""
         for event in events:
             if isinstance(event, BlockStored):
-                self._store(event)
+                if not self._store_new(event):
+                    self._store(event)
             elif isinstance(event, BlockRemoved):
                 self._remove(event)
             else:
@@ -108,6 +112,49 @@ class BlockIndex:
         self._namespaces.clear()
         self._children = None
         self.block_size = None
+
+    def _store_new(self, event: BlockStored) -> bool:
+        """Store blocks of which none is known, behind one that is or at a prompt's start, in the base
+        namespace: what `_store` does, without a look at each. False, and nothing done, for any other.
+        """
+        hashes, parent, medium = event.block_hashes, event.parent_block_hash, event.medium
+        blocks, size, tokens = self._blocks, event.block_size, event.token_ids
+        if (
+            medium is None
+            or size != self.block_size
+            or event.lora_name is not None
+            or event.cache_salt is not None
+            or event.extra_key is not None
+            or event.extra_keys is not None
+            or (parent is not None and parent not in blocks)
+            or not are_canonical(hashes)
+            or self._children is not None
+        ):
+            return False
+        packed = tokens.packed if type(tokens) is TokenIds else self._tokens_of(event)
+        count, bit, step = len(hashes), _BIT[medium], size * TOKEN_BYTES
+        if packed is None or len(packed) != count * step:
+            return False
+        if count == 1:
+            if hashes[0] in blocks:
+                return False
+            blocks[hashes[0]] = _new_block(Block, (parent, packed, None, BASE, event.lora_id, bit))
+        else:
+            new = dict.fromkeys(hashes)
+            if len(new) != count or not blocks.keys().isdisjoint(new):
+                return False
+            texts = [packed[at : at + step] for at in range(0, count * step, step)]
+            parts = zip(
+                [parent, *hashes[:-1]],
+                texts,
+                repeat(None),
+                repeat(BASE),
+                repeat(event.lora_id),
+                repeat(bit),
+            )
+            blocks.update(zip(hashes, map(_new_block, repeat(Block), parts), strict=True))
+        self._counts[medium] += count
+        return True
 
     def _store(self, event: BlockStored) -> None:
         hashes, raw_parent = event.block_hashes, event.parent_block_hash
@@ -138,22 +185,28 @@ class BlockIndex:
             parent = block_hash
 
     def _remove(self, event: BlockRemoved) -> None:
+        blocks, hashes = self._blocks, event.block_hashes
         mask = _ALL if event.medium is None else _BIT[event.medium]
-        for raw in event.block_hashes:
-            block_hash = canonical_hash(raw)
-            held = self._blocks.get(block_hash)
+        names = hashes if are_canonical(hashes) else [canonical_hash(raw) for raw in hashes]
+        for block_hash in names:
+            held = blocks.get(block_hash)
             gone = held.media & mask if held else 0
             if held is None or not gone:
                 self.oddities.removed_unknown += 1
                 continue
-            for medium, bit in _BIT.items():
-                if gone & bit:
-                    self._counts[medium] -= 1
+            self._uncount(gone)
             left = held.media & ~gone
             if left:
-                self._blocks[block_hash] = held._replace(media=left)
-                continue
-            self._drop(block_hash, held)
+                blocks[block_hash] = held._replace(media=left)
+            else:
+                self._drop(block_hash, held)
+
+    def _uncount(self, media: int) -> None:
+        """A block has left these media."""
+        one = _MEDIUM.get(media)
+        for medium in _MEDIA if one is None else (one,):
+            if media & _BIT[medium]:
+                self._counts[medium] -= 1
 
     def _tokens_of(self, event: BlockStored) -> TokenBytes | None:
         """The tokens of an event; None unless they are whole blocks, one a hash, of this index's size,

@@ -40,6 +40,7 @@ from publisher.link import (
     BATCH,
     FRESH,
     LINK_ID_BYTES,
+    PACKED,
     VERSION,
     Bound,
     Close,
@@ -49,6 +50,7 @@ from publisher.link import (
     receive,
     send,
 )
+from publisher.packed import pack_plain
 from publisher.ring import MIN_RING_BYTES, RingWriter, above_streams
 
 __all__ = ["DEFAULT_RING_BYTES", "RETELL_BLOCKS", "ClientStats", "LinkError", "SidecarClient"]
@@ -234,11 +236,13 @@ class SidecarClient:
             try:
                 if batch.dp_rank is None:
                     batch = msgspec.structs.replace(batch, dp_rank=self._worker.dp_rank)
-                body = encode_batch(batch)
+                body, flags = pack_plain(batch), BATCH | PACKED
+                if body is None:
+                    body, flags = encode_batch(batch), BATCH
             except Exception as error:  # whatever an engine hands over, it gets no exception (K1)
                 self._count_invalid(error)
                 return False
-            written = self._put(body, BATCH)
+            written = self._put(body, flags)
             self._stats.write_ns += time.perf_counter_ns() - began
             return written
         finally:

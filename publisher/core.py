@@ -1,7 +1,7 @@
 """From inputs to the batches of every sink, and how that is taken up again after a kill.
 
-C1  An input is in the journal before it is applied, and a sink's next seq is in its file before the batch
-    may be sent: what was sent is never numbered again.
+C1  An input is in the journal, and a sink's next seq in its file, before a batch that they mean may be
+    sent: what was sent is never numbered again.
 C2  A start is warm when the journal is of this link, and no sink has published more than it tells: then
     replica and outputs are as they were, and nothing is cleared. Otherwise it is cold: numbering goes on,
     and the first batch of each sink is AllBlocksCleared.
@@ -13,7 +13,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,8 +53,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger("kvevents.sidecar")
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
+class Numbered(msgspec.Struct, frozen=True, gc=False):
     """A batch of the sink at place `sink`."""
 
     sink: int
@@ -86,13 +84,15 @@ class Core:
         self._sinks, self._names = sinks, names
         self._spellers: dict[Dialect, Speller] = {}
         self._fingerprints = (
-            tuple(  # 2: of the spelling; another when the same events give other bytes
-                f"2 {_fingerprint(sink.spelling)} {sink.coalesce_s > 0} {worker.dp_rank}"
+            tuple(  # 3: of the spelling; another when the same events give other bytes
+                f"3 {_fingerprint(sink.spelling)} {sink.coalesce_s > 0} {worker.dp_rank}"
                 for sink in sinks
             )
         )
         self._seqs: list[SeqFile | None] = [None] * len(sinks)
         self.journal: Journal | None = None
+        self._entries: list[Entry] = []
+        """For the journal, and not written yet."""
         self._journal_retry_at = 0.0
         self._applied_s = self._checkpoint_s = 0.0
         """Processor time that inputs and checkpoint of this generation have taken."""
@@ -180,7 +180,13 @@ class Core:
 
     def _keep(self, entry: Entry) -> None:
         if self.journal is not None:
-            self.journal.append(entry)
+            self._entries.append(entry)
+
+    def _write_journal(self) -> None:
+        """What was kept since the last time, in one write."""
+        entries, self._entries = self._entries, []
+        if entries and self.journal is not None:
+            self.journal.append(*entries)
 
     # --------------------------------------------------------------------------- recovery
 
@@ -296,19 +302,21 @@ class Core:
         for kept, output in zip(self._seqs, self.outputs, strict=True):
             if kept is not None:
                 kept.write(output.next_seq)
+        self._write_journal()
         return published
 
     def apply(self, inputs: list[Input], now: float) -> list[Numbered]:
         """Keep and apply inputs; the batches to send. `now` is monotonic."""
         published: list[Numbered] = []
         began = time.thread_time()
+        replica, outputs = self.replica, list(enumerate(self.outputs))
         for given in inputs:
-            if self.replica.in_step or given.flags & (FRESH | BATCH | LOST):
+            if replica.in_step or given.flags & (FRESH | BATCH | LOST):
                 self._keep(Entry(Kind.INPUT, given.body, given.number, given.flags))
-            told = self.replica.apply(given)
+            told = replica.apply(given)
             if told is None or not told.events:
                 continue
-            for number, output in enumerate(self.outputs):
+            for number, output in outputs:
                 published += [Numbered(number, frame) for frame in output.tell(told, now)]
         self._applied_s += time.thread_time() - began
         return self._ready(published)
@@ -342,6 +350,7 @@ class Core:
         for place, output in enumerate(self.outputs):
             if number in (None, place):
                 output.begin_snapshot(self.replica.freeze())
+        self._write_journal()
 
     @property
     def held(self) -> bool:
@@ -416,11 +425,13 @@ class Core:
             self.replica.ts,
         )
         self._applied_s = self._checkpoint_s = 0.0
+        self._write_journal()
         self.journal.begin(head, self.replica.freeze().saved())
         self.journal.advance(_CHECKPOINT_BYTES)
 
     def _ready(self, published: list[Numbered]) -> list[Numbered]:
-        """Seqs into their files, before anything is sent (C1)."""
+        """Entries and seqs into their files, before anything is sent (C1)."""
+        self._write_journal()
         for one in published:
             kept = self._seqs[one.sink]
             if kept is not None:
@@ -435,6 +446,7 @@ class Core:
 
     def close(self) -> None:
         """Close the files; safe to call twice."""
+        self._write_journal()
         if self.journal is not None:
             self.journal.close()
         for kept in self._seqs:

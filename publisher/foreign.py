@@ -35,7 +35,7 @@ from kvevents.events import (
     medium_of,
 )
 from kvevents.extra_keys import check_extra_keys
-from kvevents.hashing import BlockHash, canonical_hash
+from kvevents.hashing import BlockHash, are_canonical, canonical_hash
 from kvevents.index import Block, BlockIndex
 from kvevents.merge import merge_events
 from kvevents.namespace import Namespace
@@ -95,6 +95,51 @@ class _Index(BlockIndex):
         if block.parent is not None:
             self._behind.add(block.parent, block_hash)
 
+    def _store_new(self, event: BlockStored) -> bool:
+        if not super()._store_new(event):
+            return False
+        hashes, parent = event.block_hashes, event.parent_block_hash
+        if parent is not None:
+            self._behind.add(canonical_hash(parent), canonical_hash(hashes[0]))
+        if len(hashes) > 1 and are_canonical(hashes):
+            self._behind.add_chain(hashes)
+        return True
+
+    def store_plain(self, event: BlockStored) -> bool:
+        """Store blocks that are new, and told as we write it, behind one that is held (F1-F4). False, and
+        nothing done, for any other.
+        """
+        return (
+            event.group_idx is None
+            and event.kv_cache_spec_kind is None
+            and event.locality is None
+            and self._store_new(event)
+        )
+
+    def remove_last(self, event: BlockRemoved) -> bool:
+        """Remove blocks that are on this medium alone, each with nothing behind it by then. False, and
+        nothing done, for any other.
+        """
+        hashes, medium = event.block_hashes, event.medium
+        if (
+            medium is None
+            or event.group_idx is not None
+            or event.locality is not None
+            or not are_canonical(hashes)
+        ):
+            return False
+        blocks, bit, behind = self._blocks, _BITS[medium], self._behind
+        going: set[BlockHash] = set()
+        for block_hash in hashes:
+            held = blocks.get(block_hash)
+            if held is None or held.media != bit or block_hash in going:
+                return False
+            if not going.issuperset(behind.of(block_hash)):
+                return False
+            going.add(block_hash)
+        self.apply([event])
+        return True
+
     def _drop(self, block_hash: BlockHash, block: Block) -> None:
         super()._drop(block_hash, block)
         if block.parent is not None:
@@ -151,7 +196,15 @@ class ForeignState:
     def apply(self, events: Iterable[Event]) -> list[Event]:
         """Take an engine's events, in order; those to publish (F1-F8). Never raises for what they say."""
         told: list[Event] = []
+        index = self._index
         for event in events:
+            if isinstance(event, BlockStored):
+                if index.block_size == self._block_size and index.store_plain(event):
+                    told.append(event)
+                    continue
+            elif isinstance(event, BlockRemoved) and index.remove_last(event):
+                told.append(event)
+                continue
             if not isinstance(event, AllBlocksCleared) and event.locality not in _LOCAL:
                 self.counts.remote += len(event.block_hashes)
                 continue

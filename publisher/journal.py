@@ -34,7 +34,7 @@ __all__ = ["Entry", "Head", "HeadSink", "Journal", "Kind", "Recovered", "read_jo
 
 _MAGIC = b"kvjrnl\0\1"
 _header = struct.Struct("<IIBBHQ")
-_CRC_BYTES = 4
+_crc, _rest = struct.Struct("<I"), struct.Struct("<IBBHQ")
 _MAX_BODY = 1 << 30
 
 
@@ -61,8 +61,7 @@ class Kind(IntEnum):
     """The last of a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One entry. `sink`: position among the sinks of the generation's head."""
 
     kind: Kind
@@ -157,12 +156,12 @@ class Journal:
         except OSError as error:
             self.abandon(f"{self._folder}: {error.strerror}")
 
-    def append(self, entry: Entry) -> None:
-        """Keep an entry (J1). Does nothing while the journal is not active."""
+    def append(self, *entries: Entry) -> None:
+        """Keep entries (J1). Does nothing while the journal is not active."""
         if self._fd < 0:
             return
         try:
-            self._size += _write(self._fd, entry)
+            self._size += _write(self._fd, *entries)
         except OSError as error:
             self.abandon(f"entries: {error.strerror}")
 
@@ -253,12 +252,13 @@ def _checkpoint(head: Head, pieces: Iterator[bytes]) -> Iterator[Entry]:
     yield Entry(Kind.END)
 
 
-def _write(fd: int, entry: Entry) -> int:
-    rest = _header.pack(0, len(entry.body), entry.kind, entry.flags, entry.sink, entry.number)[
-        _CRC_BYTES:
-    ]
-    crc = zlib.crc32(entry.body, zlib.crc32(rest))
-    return _write_all(fd, [crc.to_bytes(_CRC_BYTES, "little"), rest, entry.body])
+def _write(fd: int, *entries: Entry) -> int:
+    parts: list[bytes] = []
+    for entry in entries:
+        body = entry.body
+        rest = _rest.pack(len(body), entry.kind, entry.flags, entry.sink, entry.number)
+        parts += (_crc.pack(zlib.crc32(body, zlib.crc32(rest))), rest, body)
+    return _write_all(fd, parts)
 
 
 def _write_all(fd: int, parts: list[bytes]) -> int:
@@ -332,7 +332,7 @@ def _read_entries(path: Path) -> Generator[Entry, None, int | None]:
         end = position + _header.size + length
         if length > _MAX_BODY or end > len(data):
             return position
-        if zlib.crc32(memoryview(data)[position + _CRC_BYTES : end]) != crc:
+        if zlib.crc32(memoryview(data)[position + _crc.size : end]) != crc:
             return position
         try:
             known = Kind(kind)

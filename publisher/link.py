@@ -24,6 +24,7 @@ __all__ = [
     "FRESH",
     "LINK_ID_BYTES",
     "LOST",
+    "PACKED",
     "VERSION",
     "Bound",
     "Close",
@@ -39,7 +40,7 @@ __all__ = [
     "send",
 ]
 
-VERSION = 2
+VERSION = 3
 LINK_ID_BYTES = 16
 FRESH = 1
 """Flag of a ring message: a re-telling begins with it, and what was missed before no longer matters."""
@@ -49,6 +50,9 @@ BATCH = 2
 
 LOST = 4
 """Flag of an input that stands for all before it which never came. Its body says why."""
+
+PACKED = 8
+"""Flag of a BATCH: its body is as publisher.packed makes it."""
 
 _MAX_PACKET = 64 << 10
 _MAX_FDS = 2

@@ -18,6 +18,7 @@ from kvevents.message import Channel, Message
 from publisher.closing import Closing
 from publisher.dial import check_client_keys, dial
 from publisher.endpoint import check_target
+from publisher.multipart import receive_now
 
 __all__ = ["Listener", "wait_for"]
 
@@ -248,7 +249,7 @@ class Listener(Closing):
         drained = False
         try:
             while len(messages) < _PER_TURN and size < _BYTES_PER_TURN:
-                messages.append(socket.recv_multipart(zmq.NOBLOCK))
+                messages.append(receive_now(socket))
                 size += sum(map(len, messages[-1]))
         except zmq.Again:
             drained = True

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeAlias
+
+import msgspec
 
 from kvevents.events import AllBlocksCleared, Event
 from kvevents.frames import JOIN
@@ -35,8 +36,7 @@ Answers: TypeAlias = Generator[Answer, None, int | None]
 """Returns the seq that comes next when it has become too old, and None when it is whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Retained:
+class _Retained(msgspec.Struct, frozen=True, gc=False):
     payload: bytes
     events: Sequence[Event]
 

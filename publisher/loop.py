@@ -30,7 +30,7 @@ from publisher.status import Books, SidecarStatus
 
 __all__ = ["Loop"]
 
-_INPUTS_PER_TAKE = 1  # one may be of 256 blocks, which take milliseconds
+_INPUTS_PER_TAKE = 16
 _TURN_S = 0.002  # for the source, before clients have their turn
 _DRAIN_S = 2.0
 _LOOK_S = 0.1  # for a successor, while lingering

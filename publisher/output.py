@@ -11,7 +11,8 @@ O3  While the state is being told anew, what the worker tells waits behind it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from kvevents.codec import decode_batch, encode_batch
 from kvevents.errors import KVEventsError
@@ -32,8 +33,7 @@ SNAPSHOT_BLOCKS = 256
 _MOST_HELD_BLOCKS = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """A batch to send. Its events are those told in it, and must not change."""
 
     seq: int
@@ -156,7 +156,7 @@ class Output:
     def tell(self, told: Told, now: float) -> list[Frame]:
         """What the worker told at `now`, monotonic: published, or held for its time (O3)."""
         if not self._coalesce_s and not self._snapshotting:
-            return self._tell(told.ts, told.events)
+            return self._tell(told.ts, told.events, told.payload)
         if not self._held:
             self._held_since = now
         self._held.append(told)
@@ -183,9 +183,11 @@ class Output:
         self._drop_held()
         return self._tell(ts, events)
 
-    def _tell(self, ts: float, events: list[Event]) -> list[Frame]:
-        """As a batch, unless nothing of it is told."""
+    def _tell(self, ts: float, events: list[Event], payload: bytes | None = None) -> list[Frame]:
+        """As a batch, unless nothing of it is told. `payload`: see `Told`."""
         told = self._view.apply(events)
+        if payload is not None and self._speller.verbatim and told is events:
+            return [Frame(self.log.append(payload, events), payload, ts, events)]
         return [self._add(ts, told)] if told else []
 
     def _drop_held(self) -> None:
@@ -239,7 +241,7 @@ class Output:
             return []
         held = self._held
         self._drop_held()
-        return [frame for told in held for frame in self._tell(told.ts, told.events)]
+        return [frame for told in held for frame in self._tell(told.ts, told.events, told.payload)]
 
     @property
     def rebase_due(self) -> bool:

@@ -23,6 +23,7 @@ from kvevents.frames import (
     replay_answer,
     replay_end,
 )
+from publisher.multipart import send_now
 
 __all__ = ["RETRY_S", "ReplayServer", "ReplayStats"]
 
@@ -195,7 +196,7 @@ class ReplayServer:
             if message is None:
                 return sent + 1
             try:
-                self.router.send_multipart([cursor.identity, *message], zmq.NOBLOCK)
+                send_now(self.router, [cursor.identity, *message])
             except zmq.Again:
                 cursor.waiting = message
                 self._stall(cursor)

@@ -13,18 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import is_
 
 import msgspec
 
-from kvevents.codec import decode_batch, encode_batch
+from kvevents.codec import decode_batch
 from kvevents.errors import KVEventsError
-from kvevents.events import AllBlocksCleared, Event, KVEventBatch, StorageMedium
+from kvevents.events import AllBlocksCleared, Event, StorageMedium
 from kvevents.index import BlockIndex
 from kvevents.materializer import FrozenRuns, Materializer, SavedRun
 from kvevents.records import Record
 from publisher.config import WorkerInfo
 from publisher.foreign import ForeignCounts, ForeignState, Groups
-from publisher.link import BATCH, FRESH, LOST
+from publisher.link import BATCH, FRESH, LOST, PACKED
+from publisher.packed import load_events, save_events, unpack_plain
 from publisher.source import Input
 from publisher.status import EventCounts
 
@@ -33,12 +35,14 @@ __all__ = ["FrozenReplica", "Replica", "ReplicaCounts", "Told"]
 _SAVED_BLOCKS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Events that became true at `ts`, seconds since the epoch."""
+class Told(msgspec.Struct, frozen=True, gc=False):
+    """Events that became true at `ts`, seconds since the epoch. `payload`: what our own dialect makes of
+    them, where the worker has encoded it.
+    """
 
     ts: float
     events: list[Event]
+    payload: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -62,7 +66,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVEvent
 _encode_saved = msgspec.msgpack.Encoder().encode
 _decode_saved = msgspec.msgpack.Decoder(SavedRun).decode
 _decode_groups = msgspec.msgpack.Decoder(Groups).decode
-_RUN, _GROUPS, _BATCH = b"r", b"g", b"b"
+_RUN, _GROUPS, _STORES = b"r", b"g", b"s"
 
 
 class FrozenReplica:
@@ -76,7 +80,7 @@ class FrozenReplica:
         for run in self._runs.saved():
             yield _RUN + _encode_saved(run)
         for events in self._index.snapshot(_SAVED_BLOCKS):
-            yield _BATCH + encode_batch(KVEventBatch(0.0, list(events), 0))
+            yield _STORES + save_events(events)
         if self._groups != Groups():
             yield _GROUPS + _encode_saved(self._groups)
 
@@ -164,8 +168,12 @@ class Replica:
             begun = self._forget()
         self._tells_batches = self.in_step = True
         self.expected = given.number + 1
+        payload: bytes | None = None
         try:
-            batch = decode_batch(given.body).batch
+            if given.flags & PACKED:
+                payload, batch = unpack_plain(given.body)
+            else:
+                batch = decode_batch(given.body).batch
         except KVEventsError as error:  # what it said is unknown: so is what is held
             self.counts.unreadable += 1
             self.last_loss = str(error)
@@ -176,7 +184,11 @@ class Replica:
         if any(isinstance(event, AllBlocksCleared) for event in batch.events):
             self._runs = Materializer(self._worker.block_size, self._worker.hash_format)
         self.counts.applied += 1
-        return Told(batch.ts, begun + self._foreign.apply(batch.events))
+        told = self._foreign.apply(batch.events)
+        whole = payload is not None and batch.dp_rank == self._worker.dp_rank
+        if whole and not begun and _are_same(told, batch.events):
+            return Told(batch.ts, told, payload)
+        return Told(batch.ts, begun + told)
 
     def _lost(self, given: Input) -> Told | None:
         """All inputs before `given.number` that have not come will not come."""
@@ -232,8 +244,8 @@ class Replica:
             try:
                 if kind == _RUN:
                     runs.append(_decode_saved(body))
-                elif kind == _BATCH:
-                    self._foreign.apply(decode_batch(body).batch.events)
+                elif kind == _STORES:
+                    self._foreign.apply(load_events(body))
                 elif kind == _GROUPS:
                     self._foreign.groups = _decode_groups(body)
                 else:
@@ -248,6 +260,11 @@ class Replica:
     def tells_batches(self) -> bool:
         """Whether it is an engine's own events that came last."""
         return self._tells_batches
+
+
+def _are_same(told: list[Event], events: list[Event]) -> bool:
+    """Whether these are the same objects."""
+    return len(told) == len(events) and all(map(is_, told, events))
 
 
 _FULL = "the ring was full"

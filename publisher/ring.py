@@ -22,8 +22,9 @@ import mmap
 import os
 import platform
 import struct
-from dataclasses import dataclass
 from threading import Lock
+
+import msgspec
 
 from kvevents.errors import KVEventsError
 
@@ -42,8 +43,7 @@ _W_TAIL, _W_RESYNCS = 16, 17
 _ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, gc=False):
     """One message; `number` counts all that were offered."""
 
     number: int

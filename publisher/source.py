@@ -12,10 +12,10 @@ import contextlib
 import os
 import select
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from kvevents.errors import KVEventsError
@@ -25,6 +25,7 @@ from publisher.link import (
     BATCH,
     FRESH,
     LOST,
+    PACKED,
     VERSION,
     ControlMessage,
     Failed,
@@ -46,8 +47,7 @@ class SourceError(Exception):
     """The worker is not there, has a sidecar already, or is not of this version."""
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
+class Input(msgspec.Struct, frozen=True, gc=False):
     """What came from the worker at place `number` of its stream. `flags`: of publisher.link."""
 
     number: int
@@ -90,6 +90,9 @@ class Source(Protocol):
     def close(self) -> None:
         """Safe to call twice."""
 
+
+_BYTES_PER_READ = 16 << 10
+"""What has been read is applied before it is sent: so much of it is not waited for long."""
 
 _FULL = b"the ring was full"
 
@@ -177,14 +180,14 @@ class LinkSource:
         self.started = self._next = expected
 
     def read(self, most: int) -> tuple[list[Input], bool]:
-        """At most `most` messages of the ring; see `Source.read`."""
+        """At most `most` messages of the ring, and none after so many bytes; see `Source.read`."""
         ring = self._ring
         assert ring is not None
         with contextlib.suppress(BlockingIOError):  # before the ring: a later wake is not lost
             os.eventfd_read(self._wake_fd)
         inputs: list[Input] = []
-        offered = ring.offered
-        for _ in range(most):
+        offered, size = ring.offered, 0
+        while len(inputs) < most and size < _BYTES_PER_READ:
             try:
                 message = ring.read()
                 if message is not None and message.number > MAX_SEQ:
@@ -201,8 +204,9 @@ class LinkSource:
                 return inputs, False
             if message.number >= self._next:
                 self._next = message.number + 1
-                flags = message.flags & (FRESH | BATCH)
+                flags = message.flags & (FRESH | BATCH | PACKED)
                 inputs.append(Input(message.number, flags, message.body))
+                size += len(message.body)
         return inputs, True
 
     def release(self) -> None:

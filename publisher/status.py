@@ -48,6 +48,14 @@ _KEYS: tuple[Key, ...] = (
     *(("removed", medium) for medium in ("", *(one.value for one in StorageMedium))),
     ("cleared", ""),
 )
+_STORED: dict[StorageMedium | None, Key] = {
+    None: ("stored", ""),
+    **{one: ("stored", one.value) for one in StorageMedium},
+}
+_REMOVED: dict[StorageMedium | None, Key] = {
+    None: ("removed", ""),
+    **{one: ("removed", one.value) for one in StorageMedium},
+}
 
 
 class Buckets:
@@ -91,11 +99,13 @@ class EventCounts:
         """Count what a batch says."""
         counted, blocks = self.events, self.blocks
         for event in events:
-            if isinstance(event, AllBlocksCleared):
+            if isinstance(event, BlockStored):
+                key = _STORED[event.medium]
+            elif isinstance(event, AllBlocksCleared):
                 counted["cleared", ""] += 1
                 continue
-            kind = "stored" if isinstance(event, BlockStored) else "removed"
-            key = kind, event.medium or ""  # a medium is equal to its spelling, and hashes alike
+            else:
+                key = _REMOVED[event.medium]
             counted[key] += 1
             blocks[key] += len(event.block_hashes)
 

@@ -205,6 +205,30 @@ def test_an_event_twice_is_an_event_once(told: tuple[Event, Any]) -> None:
 A = Prefix(BASE, (0, 1, 0))
 
 
+class OneByOne(BlockIndex):
+    """Looks at each block, however new they all are."""
+
+    def _store_new(self, event: BlockStored) -> bool:
+        return False
+
+
+@trials(300)
+@given(Tellings)
+def test_blocks_stored_at_once_are_as_those_stored_one_by_one(
+    told: list[tuple[Event, Any]],
+) -> None:
+    """In all that an index says."""
+    at_once, one_by_one = BlockIndex(), OneByOne()
+    for event, _ in told:
+        at_once.apply([event])
+        one_by_one.apply([event])
+        assert details(at_once) == details(one_by_one)
+        assert at_once.oddities == one_by_one.oddities
+        assert at_once.resident == one_by_one.resident
+        for medium in StorageMedium:
+            assert at_once.count(medium) == one_by_one.count(medium)
+
+
 def test_tiers_are_independent() -> None:
     """Case 22: removed from the GPU, a block is still found on the CPU."""
     index = indexed([store(A), store(A, medium=CPU), remove([A], GPU)])

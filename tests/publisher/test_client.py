@@ -24,9 +24,11 @@ from kvevents import (
     KVEventBatch,
     StorageMedium,
     decode_batch,
+    encode_batch,
 )
 from publisher import ClientStats, Sidecar, SidecarState, WorkerInfo, listen
-from publisher.link import BATCH
+from publisher.link import BATCH, PACKED
+from publisher.packed import unpack_plain
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +62,7 @@ def stored(**changed: Any) -> BlockStored:
 
 
 def test_a_batch_of_events_is_written_as_it_is(link: tuple[Sidecar, Peer]) -> None:
-    """Encoded once, marked BATCH, numbered among the others; one without a rank gets the worker's."""
+    """Encoded once, marked, numbered among the others; one without a rank gets the worker's."""
     sidecar, peer = link
     batch = batch_of(stored(), BlockRemoved([1], StorageMedium.GPU), AllBlocksCleared())
     assert sidecar.client.publish_batch(batch)
@@ -68,19 +70,44 @@ def test_a_batch_of_events_is_written_as_it_is(link: tuple[Sidecar, Peer]) -> No
     assert sidecar.client.publish_batch(batch_of(dp_rank=None))
     first, second, third = peer.messages()
     assert [(one.number, one.flags) for one in (first, second, third)] == [
-        *((0, BATCH), (1, 0), (2, BATCH))
+        *((0, BATCH | PACKED), (1, 0), (2, BATCH | PACKED))
     ]
-    assert decode_batch(first.body).batch == batch
-    assert decode_batch(third.body).batch == batch_of()
+    assert unpack_plain(first.body) == (encode_batch(batch), batch)
+    assert unpack_plain(third.body) == (encode_batch(batch_of()), batch_of())
     assert sidecar.client.stats == ClientStats(written=3)
     assert sidecar.client.stats.bytes == sum(len(one.body) for one in (first, second, third))
     assert sidecar.client.stats.write_ns > 0
+
+
+def test_what_is_unusual_is_written_in_the_general_form(link: tuple[Sidecar, Peer]) -> None:
+    """Tuples for lists, and no tokens: sound, and rare."""
+    sidecar, peer = link
+    batch = batch_of(stored(block_hashes=(1,)), stored(block_hashes=[2], token_ids=[]))
+    assert sidecar.client.publish_batch(batch)
+    (message,) = peer.messages()
+    assert message.flags == BATCH
+    assert message.body == encode_batch(batch)
+    assert len(decode_batch(message.body).batch.events) == 2
 
 
 BROKEN: list[Any] = [
     batch_of(ts=1),
     batch_of(dp_rank=-1),
     batch_of(stored(token_ids=[1])),
+    batch_of(stored(token_ids=[1, 2, 3, -1])),
+    batch_of(stored(token_ids=[1, 2, 3, 2**32])),
+    batch_of(stored(token_ids=[1, 2, 3, 4.0])),
+    batch_of(stored(token_ids=[1, 2, 3, True])),
+    batch_of(stored(token_ids=[1, 2, 3, "4"])),
+    batch_of(stored(block_hashes=[True])),
+    batch_of(stored(block_hashes=[2**63])),
+    batch_of(stored(parent_block_hash=1)),
+    batch_of(stored(parent_block_hash=b"1")),
+    batch_of(stored(lora_id="a")),
+    batch_of(stored(session_id=1)),
+    batch_of(stored(extra_keys=[])),
+    batch_of(BlockRemoved([], StorageMedium.GPU)),
+    batch_of(BlockRemoved([1, 2**63], StorageMedium.GPU)),
     batch_of(stored(), stored(block_size=0)),
     batch_of(stored(medium="GPU")),
     batch_of(stored(lora_name="\ud800")),

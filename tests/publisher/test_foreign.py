@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -23,7 +23,7 @@ from kvevents import (
 )
 from kvevents.index import Oddities
 from kvevents.pieces import piece_of
-from publisher.foreign import ForeignCounts, ForeignState, Groups
+from publisher.foreign import ForeignCounts, ForeignState, Groups, _Index
 
 SIZE = 2
 GPU, CPU, DISK, EXTERNAL = StorageMedium
@@ -228,6 +228,31 @@ def test_whatever_an_engine_says_what_comes_out_is_sound_and_complete(
         router.apply(told)
         assert router.resident == state.index.resident == tolerant.resident
     assert router.oddities == Oddities()
+
+
+class Slow(_Index):
+    """Nothing is done without a look at each block."""
+
+    def store_plain(self, event: BlockStored) -> bool:
+        return False
+
+    def _store_new(self, event: BlockStored) -> bool:
+        return False
+
+    def remove_last(self, event: BlockRemoved) -> bool:
+        return False
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(Events, max_size=6), max_size=12))
+def test_what_is_done_at_once_is_what_is_done_one_by_one(batches: list[list[Event]]) -> None:
+    """The same events, in the same order, and the same counts."""
+    quick, slow = ForeignState(SIZE), ForeignState(SIZE)
+    slow._index = Slow()
+    for batch in batches:
+        assert quick.apply(batch) == slow.apply(batch)
+        assert quick.counts == slow.counts
+    assert quick.index.resident == slow.index.resident
 
 
 @given(st.lists(st.lists(Events, max_size=6), max_size=8))
