@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from kvevents.hashing import BlockHash
@@ -37,6 +37,15 @@ class Behind:
     def add_chain(self, block_hashes: Sequence[BlockHash]) -> None:
         """Put each of these behind the one before; none is known, but for the first as one behind."""
         self._of.update(pairwise(block_hashes))
+
+    def add_all(
+        self, parents: Iterable[BlockHash | None], block_hashes: Iterable[BlockHash]
+    ) -> None:
+        """Put each block behind its parent; where that is None, nowhere."""
+        behind = self._of
+        for parent, block_hash in zip(parents, block_hashes, strict=True):
+            if parent is not None and behind.setdefault(parent, block_hash) != block_hash:
+                self.add(parent, block_hash)
 
     def discard(self, parent: BlockHash, block_hash: BlockHash) -> None:
         """The reverse; nothing where it is not there."""

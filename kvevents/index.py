@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from kvevents.columns import Columns
 from kvevents.events import BlockRemoved, BlockStored, Event, StorageMedium, medium_of
 from kvevents.extra_keys import check_extra_keys, has_own_keys
 from kvevents.hashing import BlockHash, are_canonical, canonical_hash
@@ -96,6 +97,8 @@ class BlockIndex:
 
     def apply(self, events: Iterable[Event]) -> None:
         """Apply events in order (X1, X2, X3). Never raises for what an event says."""
+        if type(events) is Columns and self._store_columns(events):
+            return
         for event in events:
             if isinstance(event, BlockStored):
                 if not self._store_new(event):
@@ -154,6 +157,32 @@ class BlockIndex:
             )
             blocks.update(zip(hashes, map(_new_block, repeat(Block), parts), strict=True))
         self._counts[medium] += count
+        return True
+
+    def _store_columns(self, columns: Columns) -> bool:
+        """The same for a batch of which all blocks are new, each event's behind a known one or the last
+        of the event before.
+        """
+        blocks, hashes, size = self._blocks, columns.hashes, columns.block_size
+        if (
+            not columns.only_stores
+            or self.block_size not in (size, None)
+            or self._children is not None
+            or len(set(hashes)) != len(hashes)
+            or not blocks.keys().isdisjoint(hashes)
+        ):
+            return False
+        at, last = 0, None
+        for parent, count in zip(columns.parents, columns.counts, strict=True):
+            if parent is not None and parent != last and parent not in blocks:
+                return False
+            at += count
+            last = hashes[at - 1]
+        if columns.blocks is None:
+            columns.blocks = _blocks_of(columns)
+        self.block_size = size
+        blocks.update(zip(hashes, columns.blocks, strict=True))
+        self._counts[columns.medium] += len(hashes)
         return True
 
     def _store(self, event: BlockStored) -> None:
@@ -292,25 +321,30 @@ class BlockIndex:
     def _chains(self, longest: int) -> Iterator[list[BlockHash]]:
         """Every block once, parents first; a chain's blocks are alike but for their tokens."""
         blocks, told, chain = self._blocks, set[BlockHash](), list[BlockHash]()
-        for start in blocks:
-            path: list[BlockHash] = []
-            at: BlockHash | None = start
-            while at is not None and at in blocks and at not in told:
+        last: Block | None = None
+        for start, block in blocks.items():
+            if start in told:
+                continue
+            told.add(start)
+            path, at = [start], block.parent
+            while at is not None and at not in told and at in blocks:
                 told.add(at)
                 path.append(at)
                 at = blocks[at].parent
             for name in reversed(path):
-                if chain and (len(chain) == longest or not self._continues(chain[-1], name)):
+                block = blocks[name]  # noqa: PLW2901
+                if last is not None and (
+                    len(chain) == longest
+                    or block.parent != chain[-1]
+                    or block[3:] != last[3:]
+                    or bool(block.tokens) != bool(last.tokens)
+                ):
                     yield chain
                     chain = []
                 chain.append(name)
+                last = block
         if chain:
             yield chain
-
-    def _continues(self, last: BlockHash, name: BlockHash) -> bool:
-        before, block = self._blocks[last], self._blocks[name]
-        told_alike = bool(block.tokens) == bool(before.tokens)
-        return block.parent == last and told_alike and block[3:] == before[3:]
 
     def _chain_events(self, chain: list[BlockHash]) -> list[BlockStored]:
         assert self.block_size is not None
@@ -334,6 +368,26 @@ class BlockIndex:
             for medium, bit in _BIT.items()
             if first.media & bit
         ]
+
+
+def _blocks_of(columns: Columns) -> list[Block]:
+    """Of stores alone."""
+    packed, step = columns.packed, columns.block_size * TOKEN_BYTES
+    parents, hashes = columns.parents, columns.hashes
+    if len(parents) != len(hashes):
+        parents, at = [], 0
+        for parent, count in zip(columns.parents, columns.counts, strict=True):
+            parents += (parent, *hashes[at : at + count - 1])
+            at += count
+    parts = zip(
+        parents,
+        [packed[at : at + step] for at in range(0, len(packed), step)],
+        repeat(None),
+        repeat(BASE),
+        repeat(None),
+        repeat(_BIT[columns.medium]),
+    )
+    return list(map(_new_block, repeat(Block), parts))
 
 
 def _fit(keys: object, blocks: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -38,7 +38,7 @@ class Spells(Protocol):
     verbatim: bool
     clears_by_gap: bool
 
-    def spell(self, ts: float, events: list[Event], /) -> bytes:
+    def spell(self, ts: float, events: Sequence[Event], /) -> bytes:
         """The payload of these events, which must not change any more. `ts`: seconds since the epoch."""
 
     def fresh(self) -> Spells:
@@ -70,10 +70,10 @@ class Speller:
         """Whether our own encoding is the one wanted."""
         self._cuts = dialect.blocks_per_event is not None or not dialect.token_ids
         self.verbatim = self._ours and dialect.token_ids
-        self._last: tuple[float, list[Event]] | None = None
+        self._last: tuple[float, Sequence[Event]] | None = None
         self._payload = b""
 
-    def spell(self, ts: float, events: list[Event]) -> bytes:
+    def spell(self, ts: float, events: Sequence[Event]) -> bytes:
         """See `Spells`. The events are sound, as `check_batch` has it; that is not looked at again."""
         last = self._last
         if last is None or last[0] != ts or last[1] is not events:
@@ -88,13 +88,13 @@ class Speller:
     def hold(self, events: Iterable[Event]) -> None:
         """Nothing is to be done."""
 
-    def _spell(self, ts: float, events: list[Event]) -> bytes:
+    def _spell(self, ts: float, events: Sequence[Event]) -> bytes:
         told = list(self._cut(events)) if self._cuts else events
         if self._ours:
-            return pack_batch(KVEventBatch(ts, told, self._dp_rank))
+            return pack_batch(KVEventBatch(ts, list(told), self._dp_rank))
         return _encode((ts, [self._event(self, event) for event in told], self._dp_rank))
 
-    def _cut(self, events: list[Event]) -> Iterator[Event]:
+    def _cut(self, events: Sequence[Event]) -> Iterator[Event]:
         """The events without what is left out of each, of at most so many blocks."""
         most = self._dialect.blocks_per_event
         for event in events:

@@ -22,7 +22,7 @@ leaves its last medium, those behind it are removed before it.
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -177,7 +177,7 @@ class StoreSpeller:
         self._held: dict[BlockHash, _Block] = {}
         self._behind = Behind()
 
-    def spell(self, ts: float, events: list[Event]) -> bytes:
+    def spell(self, ts: float, events: Sequence[Event]) -> bytes:
         """The payload of these events. `ts`: seconds since the epoch.
 
         Event ids rise within the batch, and from one to the next unless it has more than 4,096 maps for

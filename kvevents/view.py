@@ -11,7 +11,7 @@ V4  Events that need no change come out as the same objects; where all are told 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -57,7 +57,7 @@ class View:
         self.plain = whole and not self._redacts
         """Whether every event is told as it is."""
 
-    def apply(self, events: list[Event]) -> list[Event]:
+    def apply(self, events: Sequence[Event]) -> Sequence[Event]:
         """What of these events is told."""
         if self.plain:
             return events

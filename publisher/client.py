@@ -40,7 +40,6 @@ from publisher.link import (
     BATCH,
     FRESH,
     LINK_ID_BYTES,
-    PACKED,
     VERSION,
     Bound,
     Close,
@@ -236,9 +235,7 @@ class SidecarClient:
             try:
                 if batch.dp_rank is None:
                     batch = msgspec.structs.replace(batch, dp_rank=self._worker.dp_rank)
-                body, flags = pack_plain(batch), BATCH | PACKED
-                if body is None:
-                    body, flags = encode_batch(batch), BATCH
+                body, flags = pack_plain(batch) or (encode_batch(batch), BATCH)
             except Exception as error:  # whatever an engine hands over, it gets no exception (K1)
                 self._count_invalid(error)
                 return False

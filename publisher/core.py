@@ -27,8 +27,9 @@ from kvevents.store_form import StoreSpeller
 from kvevents.view import View
 from publisher.config import SinkConfig, WorkerInfo
 from publisher.journal import Entry, Head, HeadSink, Journal, Kind, Recovered, read_journal
-from publisher.link import BATCH, FRESH, LOST
+from publisher.link import BATCH, COLUMNS, FRESH, LOST
 from publisher.output import SNAPSHOT_BLOCKS, Frame, Output
+from publisher.packed import head_of
 from publisher.replica import Replica
 from publisher.seqs import SeqFile
 from publisher.source import Input
@@ -312,7 +313,8 @@ class Core:
         replica, outputs = self.replica, list(enumerate(self.outputs))
         for given in inputs:
             if replica.in_step or given.flags & (FRESH | BATCH | LOST):
-                self._keep(Entry(Kind.INPUT, given.body, given.number, given.flags))
+                kept = head_of(given.body) if given.flags & COLUMNS else given.body
+                self._keep(Entry(Kind.INPUT, kept, given.number, given.flags))
             told = replica.apply(given)
             if told is None or not told.events:
                 continue

@@ -20,12 +20,13 @@ F8  What comes out depends on what is held, not on how it came to be.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from kvevents.behind import Behind
+from kvevents.columns import Columns
 from kvevents.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -103,6 +104,20 @@ class _Index(BlockIndex):
             self._behind.add(canonical_hash(parent), canonical_hash(hashes[0]))
         if len(hashes) > 1 and are_canonical(hashes):
             self._behind.add_chain(hashes)
+        return True
+
+    def _store_columns(self, columns: Columns) -> bool:
+        if not super()._store_columns(columns):
+            return False
+        at, firsts = 0, columns.hashes
+        if len(columns) != len(firsts):
+            firsts = []
+            for count in columns.counts:
+                chain = columns.hashes[at : at + count]
+                firsts.append(chain[0])
+                self._behind.add_chain(chain)
+                at += count
+        self._behind.add_all(columns.parents, firsts)
         return True
 
     def store_plain(self, event: BlockStored) -> bool:
@@ -193,10 +208,17 @@ class ForeignState:
         """What is held, as told by the events that came out."""
         return self._index
 
-    def apply(self, events: Iterable[Event]) -> list[Event]:
-        """Take an engine's events, in order; those to publish (F1-F8). Never raises for what they say."""
-        told: list[Event] = []
+    def apply(self, events: Iterable[Event]) -> Sequence[Event]:
+        """Take an engine's events, in order; those to publish (F1-F8). Never raises for what they say.
+
+        Columns that are sound as a whole come out as they are.
+        """
         index = self._index
+        if type(events) is Columns and events.block_size == self._block_size:
+            if index._store_columns(events):
+                return events
+            events = events.events
+        told: list[Event] = []
         for event in events:
             if isinstance(event, BlockStored):
                 if index.block_size == self._block_size and index.store_plain(event):

@@ -109,7 +109,7 @@ class Journal:
     its checkpoint has, whichever is more.
     """
 
-    def __init__(self, folder: Path, *, limit_bytes: int = 16 << 20) -> None:
+    def __init__(self, folder: Path, *, limit_bytes: int = 32 << 20) -> None:
         self._folder, self._limit = folder, limit_bytes
         found = _generations(folder)
         self._generation = found[-1] if found else 0

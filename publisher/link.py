@@ -21,6 +21,7 @@ from publisher.config import WorkerInfo
 
 __all__ = [
     "BATCH",
+    "COLUMNS",
     "FRESH",
     "LINK_ID_BYTES",
     "LOST",
@@ -53,6 +54,9 @@ LOST = 4
 
 PACKED = 8
 """Flag of a BATCH: its body is as publisher.packed makes it."""
+
+COLUMNS = 16
+"""Flag of a PACKED body whose head says all of it."""
 
 _MAX_PACKET = 64 << 10
 _MAX_FDS = 2

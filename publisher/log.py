@@ -31,7 +31,7 @@ from kvevents.index import BlockIndex
 __all__ = ["RetainedLog", "num_blocks", "snapshot_batches"]
 
 Answer: TypeAlias = tuple[int, bytes]
-Encode: TypeAlias = Callable[[list[Event]], bytes]
+Encode: TypeAlias = Callable[[Sequence[Event]], bytes]
 Answers: TypeAlias = Generator[Answer, None, int | None]
 """Returns the seq that comes next when it has become too old, and None when it is whole."""
 

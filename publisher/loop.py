@@ -36,6 +36,9 @@ _DRAIN_S = 2.0
 _LOOK_S = 0.1  # for a successor, while lingering
 _LONGEST_WAIT_S = 5.0  # health is that the loop turns
 _SILENCE_S = 60.0
+_STATUS_S = 0.005
+"""Counts are brought up to date this often at most: it costs as much as a batch."""
+_IN = int(zmq.POLLIN)
 _LOG_INTERVAL_S = 1.0
 _NEVER = 1 << 30
 """Collections of what is young before one of what is old, which are blocks and batches, in no cycle."""
@@ -74,6 +77,8 @@ class Loop:
         self._restarts_logged = self._unanswered_logged = self._given_up_logged = 0
         self._throttle = Throttle(_LOG_INTERVAL_S)
         self._silence = SilenceWatch(_SILENCE_S, time.monotonic())
+        self._status_at, self._status_due = 0.0, math.inf
+        """When the status may be brought up to date again, and when it has to be."""
         self._own_sockets: list[int | zmq.Socket[bytes]] = [signals.fd]
         for sink in sinks:
             self._own_sockets.append(sink.pub)
@@ -116,7 +121,7 @@ class Loop:
 
     def _turn(self, now: float, until: float = float("inf")) -> None:
         """Wait for something to do, then do a bounded part of all there is."""
-        wake_at = min(until, now + _LONGEST_WAIT_S, self._silence.wake_at)
+        wake_at = min(until, now + _LONGEST_WAIT_S, self._silence.wake_at, self._status_due)
         wake_at = min(wake_at, self._source.wake_at(), self._core.wake_at(now))
         for sink in self._sinks:
             wake_at = min(wake_at, sink.heartbeat_at(now), self._tell_at(sink))
@@ -125,7 +130,7 @@ class Loop:
         elif any(server.stalled for _, server in self._replays):
             wake_at = min(wake_at, now + RETRY_S)
         theirs = self._source.pollables()
-        sockets = [(one, zmq.POLLIN) for one in (*theirs, *self._own_sockets)]
+        sockets = [(one, _IN) for one in (*theirs, *self._own_sockets)]
         timeout_ms = math.ceil(max(0.0, wake_at - now) * 1000)
         ready: set[object] = {one for one, _ in zmq.zmq_poll(sockets, timeout_ms)}
         now = time.monotonic()
@@ -149,7 +154,11 @@ class Loop:
             self._guard.handle()
         if self._signals.fd in ready:
             self._heed_signals()
-        self._update_status(now)
+        self._status.turned_at = now
+        if now >= self._status_at:
+            self._update_status(now)
+        else:
+            self._status_due = self._status_at
 
     def _tell_at(self, sink: Sink) -> float:
         """When the state is to be told anew for joiners; not while there is one to be waited for."""
@@ -196,6 +205,7 @@ class Loop:
             return
         self._send(self._core.cut(), now)
         if not self._core.held:
+            self._update_status(now)  # who asked may look at it
             source.answer_flushes(
                 replica.expected,
                 tuple(output.next_seq for output in self._core.outputs),
@@ -258,6 +268,7 @@ class Loop:
     def _update_status(self, now: float) -> None:
         status, replica, source = self._status, self._core.replica, self._source
         status.turned_at = now
+        self._status_at, self._status_due = now + _STATUS_S, math.inf
         counts = replica.counts
         if isinstance(source, LinkSource):
             offered = source.offered

@@ -10,7 +10,7 @@ O3  While the state is being told anew, what the worker tells waits behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -39,7 +39,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     seq: int
     payload: bytes
     ts: float
-    events: list[Event]
+    events: Sequence[Event]
 
 
 class Output:
@@ -92,7 +92,7 @@ class Output:
             base=base,
         )
 
-    def _encoder(self) -> Callable[[list[Event]], bytes]:
+    def _encoder(self) -> Callable[[Sequence[Event]], bytes]:
         speller = self._speller.fresh()
         return lambda events: speller.spell(self._clock(), events)
 
@@ -183,7 +183,9 @@ class Output:
         self._drop_held()
         return self._tell(ts, events)
 
-    def _tell(self, ts: float, events: list[Event], payload: bytes | None = None) -> list[Frame]:
+    def _tell(
+        self, ts: float, events: Sequence[Event], payload: bytes | None = None
+    ) -> list[Frame]:
         """As a batch, unless nothing of it is told. `payload`: see `Told`."""
         told = self._view.apply(events)
         if payload is not None and self._speller.verbatim and told is events:
@@ -195,11 +197,11 @@ class Output:
 
     # --------------------------------------------------------------------------- its own
 
-    def own(self, ts: float, events: list[Event]) -> Frame:
+    def own(self, ts: float, events: Sequence[Event]) -> Frame:
         """A batch that the worker did not tell."""
         frame = self._add(ts, self._view.apply(events))
         verbatim = self._speller.verbatim and frame.events is events
-        body = frame.payload if verbatim else encode_batch(KVEventBatch(ts, events))
+        body = frame.payload if verbatim else encode_batch(KVEventBatch(ts, list(events)))
         self._record(Entry(Kind.FRAME, body, sink=self._number))
         return frame
 
@@ -254,7 +256,7 @@ class Output:
         self.log = self._new_log(0)
         self.begin_snapshot(state)
 
-    def _add(self, ts: float, events: list[Event]) -> Frame:
+    def _add(self, ts: float, events: Sequence[Event]) -> Frame:
         """`events`: as told."""
         if self._speller.clears_by_gap and AllBlocksCleared() in events:
             self.log.append(self._speller.spell(ts, []), [])  # retained, and never sent

@@ -1,24 +1,26 @@
 """Events with their tokens packed, as they are passed on and kept among ourselves.
 
-An engine's batch on the link is the payload that its subscribers are sent, and its tokens once more,
-packed. So the worker's thread encodes a batch once, and the sidecar neither reads the tokens one by one
-nor encodes them again.
+An engine's batch on the link is the payload that its subscribers are sent, and before it a head: the
+tokens once more, packed, and where nothing unusual is said, all the rest in columns. So the worker's
+thread encodes a batch once, and the sidecar neither reads its tokens one by one nor encodes them again.
 
-An event's tokens are a fifth of what it says and four fifths of what encoding and decoding it takes.
+A body: the head's length as u32, the head, the payload. What is kept of one in columns is its head alone.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import astuple
 
 from kvevents.codec import check_event, decode_batch, pack_batch
+from kvevents.columns import Columns
 from kvevents.errors import KVEventsError
 from kvevents.events import (
     AllBlocksCleared,
@@ -30,20 +32,37 @@ from kvevents.events import (
 )
 from kvevents.hashing import are_canonical
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds
+from publisher.link import BATCH, COLUMNS, PACKED
 
-__all__ = ["load_events", "pack_plain", "save_events", "unpack_plain"]
+__all__ = ["Unpacked", "head_of", "load_events", "pack_plain", "save_events", "unpack"]
 
 _LITTLE = sys.byteorder == "little"
 _MAX_RANK, _MIN_INT, _MAX_INT = 2**31 - 1, -(2**63), 2**63 - 1
 _FIRST_OPTIONAL = BlockStored.__struct_fields__.index("lora_name")
 _NONE = (None,) * (len(BlockStored.__struct_fields__) - _FIRST_OPTIONAL)
 _INTS = {int}
-_OTHER_TOKENS = "packed batch: its tokens are not those of its events"
 _SMALL = bytes(TOKEN_BYTES - 1)
 """What ends each token below 256, and so False and True, which pack as the ints that they equal."""
+_MIXED = -1
+"""In place of a block size: events that no columns have room for."""
+
+_length = struct.Struct("<I")
 
 
-class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored"):
+class _Head(msgspec.Struct, array_like=True, gc=False):
+    """`packed`: the tokens of all stores. What follows is of columns, left out where there are none."""
+
+    packed: bytes
+    hashes: list[int] = []
+    parents: list[int | None] = []
+    counts: list[int] = []
+    block_size: int = 0
+    medium: StorageMedium = StorageMedium.GPU
+    ts: float = 0.0
+    dp_rank: int = 0
+
+
+class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
     """BlockStored without its tokens, which a decoder passes over."""
 
     block_hashes: list[int]
@@ -62,51 +81,66 @@ class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored"):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[bytes, bytes]).decode
+_decode_head = msgspec.msgpack.Decoder(_Head).decode
 _decode_batch = msgspec.msgpack.Decoder(
     tuple[float, list[_Stored | BlockRemoved | AllBlocksCleared], int]
 ).decode
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
 
 
-def pack_plain(batch: KVEventBatch) -> bytes | None:
-    """The body for `batch`, or None for one that may be unsound or that has something unusual: what
-    kvevents.codec has to look at. Whatever is packed here, `check_batch` accepts.
+# ---------------------------------------------------------------------------------- on the link
+
+
+def pack_plain(batch: KVEventBatch) -> tuple[bytes, int] | None:
+    """A body for `batch`, and its flags; None for one that may be unsound or that has something unusual:
+    what kvevents.codec has to look at. Whatever is packed here, `check_batch` accepts.
     """
     tokens = array("I")
+    head = _Head(b"", [], [], [])
     try:
-        if not (_LITTLE and _is_plain(batch, tokens)):
+        if not (_LITTLE and _take(batch, tokens, head)):
             return None
-        packed = tokens.tobytes()
+        packed = head.packed = tokens.tobytes()
         if _has_small(packed) and not _all_ints(batch):
             return None
-        return _encode((pack_batch(batch), packed))
+        payload = pack_batch(batch)
+        if head.block_size == _MIXED or not head.counts:
+            data, flags = _encode((packed,)), BATCH | PACKED
+        else:
+            data, flags = _encode(head), BATCH | PACKED | COLUMNS
+        return b"".join((_length.pack(len(data)), data, payload)), flags
     except (TypeError, ValueError, OverflowError, AttributeError, MemoryError):
         return None
 
 
-def _is_plain(batch: KVEventBatch, tokens: array[int]) -> bool:
-    """Whether all of it is as it should be. Packs the tokens too; raises what `array` does for what are
-    none. One function, for this is what the worker's thread does at each step.
+def _take(batch: KVEventBatch, tokens: array[int], head: _Head) -> bool:
+    """Whether all of it is as it should be. Packs the tokens and fills the head; raises what `array` does
+    for what are no tokens. One function, for this is what the worker's thread does at each step.
     """
-    rank, events = batch.dp_rank, batch.events
-    if type(batch.ts) is not float or not math.isfinite(batch.ts):
+    ts, rank, events = batch.ts, batch.dp_rank, batch.events
+    if type(ts) is not float or not math.isfinite(ts):
         return False
     if type(rank) is not int or not 0 <= rank <= _MAX_RANK or type(events) is not list:
         return False
+    all_hashes, parents, counts = head.hashes, head.parents, head.counts
+    all_of_size, all_on, mixed = 0, None, False
     for event in events:
         if type(event) is BlockStored:
             hashes, ids, size = event.block_hashes, event.token_ids, event.block_size
-            parent = event.parent_block_hash
+            parent, medium = event.parent_block_hash, event.medium
             if type(hashes) is not list or type(size) is not int or size < 1:
                 return False
-            if len(ids) != len(hashes) * size or type(event.medium) is not StorageMedium:
+            count = len(hashes)
+            if len(ids) != count * size or type(medium) is not StorageMedium:
                 return False
-            if len(hashes) == 1:
+            if count == 1:
                 first = hashes[0]
                 if type(first) is not int or not _MIN_INT <= first <= _MAX_INT:
                     return False
-            elif not are_canonical(hashes):
+                all_hashes.append(first)
+            elif are_canonical(hashes):
+                all_hashes += hashes
+            else:
                 return False
             if parent is not None and (
                 type(parent) is not int or not _MIN_INT <= parent <= _MAX_INT or parent == hashes[0]
@@ -118,12 +152,32 @@ def _is_plain(batch: KVEventBatch, tokens: array[int]) -> bool:
                 tokens.frombytes(ids.packed)
             else:
                 return False
-            if astuple(event)[_FIRST_OPTIONAL:] != _NONE or event.lora_id is not None:
+            parents.append(parent)
+            counts.append(count)
+            if size != all_of_size:
+                mixed = mixed or all_of_size > 0
+                all_of_size = size
+            if event.lora_id is not None or astuple(event)[_FIRST_OPTIONAL:] != _NONE:
                 check_event(event, "event")
+                mixed = True
         elif type(event) is BlockRemoved:
             check_event(event, "event")
-        elif type(event) is not AllBlocksCleared:
+            hashes, medium = event.block_hashes, event.medium
+            all_hashes += hashes  # type: ignore[arg-type]  # ints, as was checked
+            parents.append(None)
+            counts.append(-len(hashes))
+            mixed = mixed or event.group_idx is not None or event.locality is not None
+        elif type(event) is AllBlocksCleared:
+            mixed = True
+            continue
+        else:
             return False
+        if medium is not all_on:
+            mixed = mixed or all_on is not None
+            all_on = medium
+    head.block_size = _MIXED if mixed else all_of_size or 1
+    head.medium = all_on or StorageMedium.GPU
+    head.ts, head.dp_rank = ts, rank
     return True
 
 
@@ -143,19 +197,52 @@ def _all_ints(batch: KVEventBatch) -> bool:
     )
 
 
-def unpack_plain(body: bytes) -> tuple[bytes | None, KVEventBatch]:
-    """The payload, and the batch that it says; None where it says more than that, which is unusual.
+def head_of(body: bytes) -> bytes:
+    """What is to be kept of a body in columns: all but its payload, which is made again."""
+    return body[: _length.size + _length.unpack_from(body)[0]] if len(body) >= _length.size else b""
 
-    Raises KVEventsError for what `pack_plain` did not make.
-    """
+
+class Unpacked(NamedTuple):
+    """A batch as it was packed. `payload`: what says all of it, if it is there."""
+
+    ts: float
+    events: Sequence[Event]
+    dp_rank: int | None
+    payload: bytes | None
+
+
+def unpack(body: bytes, flags: int) -> Unpacked:
+    """Raises KVEventsError for what `pack_plain` did not make."""
     try:
-        payload, packed = _decode(body)
-    except _UNREADABLE as error:
+        start = _length.size + _length.unpack_from(body)[0]
+        head = _decode_head(memoryview(body)[_length.size : start])
+        payload = body[start:]
+        if flags & COLUMNS:
+            return Unpacked(head.ts, _columns(head), head.dp_rank, payload or None)
+    except (*_UNREADABLE, struct.error) as error:
         raise KVEventsError(f"packed batch: {error}") from error
     try:
         ts, found, rank = _decode_batch(payload)
     except _UNREADABLE:  # one event that is odd is to cost itself alone
-        return None, decode_batch(payload).batch
+        batch = decode_batch(payload).batch
+        return Unpacked(batch.ts, batch.events, batch.dp_rank, None)
+    return Unpacked(ts, _with_tokens(found, head.packed), rank, payload)
+
+
+def _columns(head: _Head) -> Columns:
+    return Columns(
+        head.hashes,  # type: ignore[arg-type]  # ints, whose bound it looks at
+        head.parents,  # type: ignore[arg-type]
+        head.counts,
+        TokenBytes(head.packed),
+        head.block_size,
+        head.medium,
+    )
+
+
+def _with_tokens(
+    found: list[_Stored | BlockRemoved | AllBlocksCleared], packed: bytes
+) -> list[Event]:
     events: list[Event] = []
     at = 0
     for event in found:
@@ -164,7 +251,7 @@ def unpack_plain(body: bytes) -> tuple[bytes | None, KVEventBatch]:
             continue
         end = at + len(event.block_hashes) * event.block_size * TOKEN_BYTES
         if not at < end <= len(packed):
-            raise KVEventsError(_OTHER_TOKENS)
+            break
         events.append(
             BlockStored(
                 event.block_hashes,  # type: ignore[arg-type]  # a list of ints is one of ints or bytes
@@ -184,9 +271,9 @@ def unpack_plain(body: bytes) -> tuple[bytes | None, KVEventBatch]:
             )
         )
         at = end
-    if at != len(packed):
-        raise KVEventsError(_OTHER_TOKENS)
-    return payload, KVEventBatch(ts, events, rank)
+    if at != len(packed) or len(events) != len(found):
+        raise KVEventsError("packed batch: its tokens are not those of its events")
+    return events
 
 
 # ------------------------------------------------------------------------------------------ kept

@@ -11,13 +11,14 @@ R3  The same inputs give the same events, here and in a later process that reads
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 
 import msgspec
 
 from kvevents.codec import decode_batch
+from kvevents.columns import Columns
 from kvevents.errors import KVEventsError
 from kvevents.events import AllBlocksCleared, Event, StorageMedium
 from kvevents.index import BlockIndex
@@ -26,7 +27,7 @@ from kvevents.records import Record
 from publisher.config import WorkerInfo
 from publisher.foreign import ForeignCounts, ForeignState, Groups
 from publisher.link import BATCH, FRESH, LOST, PACKED
-from publisher.packed import load_events, save_events, unpack_plain
+from publisher.packed import Unpacked, load_events, save_events, unpack
 from publisher.source import Input
 from publisher.status import EventCounts
 
@@ -41,7 +42,7 @@ class Told(msgspec.Struct, frozen=True, gc=False):
     """
 
     ts: float
-    events: list[Event]
+    events: Sequence[Event]
     payload: bytes | None = None
 
 
@@ -157,7 +158,7 @@ class Replica:
             self.counts.unreadable += 1
             self._lose(str(error))
             return None
-        if any(isinstance(event, AllBlocksCleared) for event in events):
+        if _clears(events):
             self._foreign.clear()
         self.counts.applied += 1
         return Told(ts, events)
@@ -168,27 +169,28 @@ class Replica:
             begun = self._forget()
         self._tells_batches = self.in_step = True
         self.expected = given.number + 1
-        payload: bytes | None = None
         try:
             if given.flags & PACKED:
-                payload, batch = unpack_plain(given.body)
+                batch = unpack(given.body, given.flags)
             else:
-                batch = decode_batch(given.body).batch
+                read = decode_batch(given.body).batch
+                batch = Unpacked(read.ts, read.events, read.dp_rank, None)
         except KVEventsError as error:  # what it said is unknown: so is what is held
             self.counts.unreadable += 1
             self.last_loss = str(error)
             return Told(self.ts, self._forget())
-        self.last_batch = given.body
+        self.last_batch = b"" if given.flags & PACKED else given.body
         if given.flags & FRESH and not batch.events:  # the mark of a new run, not a batch of it
             self.expected, self.last_batch = given.number, b""
-        if any(isinstance(event, AllBlocksCleared) for event in batch.events):
+        if type(batch.events) is not Columns and _clears(batch.events):
             self._runs = Materializer(self._worker.block_size, self._worker.hash_format)
         self.counts.applied += 1
         told = self._foreign.apply(batch.events)
-        whole = payload is not None and batch.dp_rank == self._worker.dp_rank
-        if whole and not begun and _are_same(told, batch.events):
-            return Told(batch.ts, told, payload)
-        return Told(batch.ts, begun + told)
+        if begun:
+            return Told(batch.ts, [*begun, *told])
+        if batch.dp_rank == self._worker.dp_rank and _are_same(told, batch.events):
+            return Told(batch.ts, told, batch.payload)
+        return Told(batch.ts, told)
 
     def _lost(self, given: Input) -> Told | None:
         """All inputs before `given.number` that have not come will not come."""
@@ -262,9 +264,13 @@ class Replica:
         return self._tells_batches
 
 
-def _are_same(told: list[Event], events: list[Event]) -> bool:
+def _clears(events: Iterable[Event]) -> bool:
+    return any(isinstance(event, AllBlocksCleared) for event in events)
+
+
+def _are_same(told: Sequence[Event], events: Sequence[Event]) -> bool:
     """Whether these are the same objects."""
-    return len(told) == len(events) and all(map(is_, told, events))
+    return told is events or (len(told) == len(events) and all(map(is_, told, events)))
 
 
 _FULL = "the ring was full"

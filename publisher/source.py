@@ -23,6 +23,7 @@ from kvevents.frames import MAX_SEQ
 from publisher.config import WorkerInfo
 from publisher.link import (
     BATCH,
+    COLUMNS,
     FRESH,
     LOST,
     PACKED,
@@ -91,8 +92,10 @@ class Source(Protocol):
         """Safe to call twice."""
 
 
-_BYTES_PER_READ = 16 << 10
+_BYTES_PER_READ = 64 << 10
 """What has been read is applied before it is sent: so much of it is not waited for long."""
+
+_FLAGS = FRESH | BATCH | PACKED | COLUMNS
 
 _FULL = b"the ring was full"
 
@@ -204,7 +207,7 @@ class LinkSource:
                 return inputs, False
             if message.number >= self._next:
                 self._next = message.number + 1
-                flags = message.flags & (FRESH | BATCH | PACKED)
+                flags = message.flags & _FLAGS
                 inputs.append(Input(message.number, flags, message.body))
                 size += len(message.body)
         return inputs, True

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kvevents.columns import Columns
 from kvevents.events import AllBlocksCleared, BlockStored, Event, StorageMedium
 from publisher.config import WorkerInfo
 from publisher.foreign import ForeignCounts
@@ -98,6 +99,11 @@ class EventCounts:
     def add(self, events: Iterable[Event]) -> None:
         """Count what a batch says."""
         counted, blocks = self.events, self.blocks
+        if type(events) is Columns and events.only_stores:
+            key = _STORED[events.medium]
+            counted[key] += len(events)
+            blocks[key] += len(events.hashes)
+            return
         for event in events:
             if isinstance(event, BlockStored):
                 key = _STORED[event.medium]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -270,9 +270,9 @@ class CountedLog(RetainedLog):
             snapshot_blocks=snapshot_blocks,
         )
 
-    def _count(self, events: list[Event]) -> bytes:
+    def _count(self, events: Sequence[Event]) -> bytes:
         self.encoded += 1
-        return encode_batch(KVEventBatch(1.0, events, 0))
+        return encode_batch(KVEventBatch(1.0, list(events), 0))
 
     def grow(self, count: int) -> None:
         for _ in range(count):

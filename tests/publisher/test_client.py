@@ -28,7 +28,7 @@ from kvevents import (
 )
 from publisher import ClientStats, Sidecar, SidecarState, WorkerInfo, listen
 from publisher.link import BATCH, PACKED
-from publisher.packed import unpack_plain
+from publisher.packed import Unpacked, unpack
 
 pytestmark = pytest.mark.integration
 
@@ -69,11 +69,12 @@ def test_a_batch_of_events_is_written_as_it_is(link: tuple[Sidecar, Peer]) -> No
     assert sidecar.client.publish([store(0)])
     assert sidecar.client.publish_batch(batch_of(dp_rank=None))
     first, second, third = peer.messages()
+    packed = BATCH | PACKED
     assert [(one.number, one.flags) for one in (first, second, third)] == [
-        *((0, BATCH | PACKED), (1, 0), (2, BATCH | PACKED))
+        *((0, packed), (1, 0), (2, packed))
     ]
-    assert unpack_plain(first.body) == (encode_batch(batch), batch)
-    assert unpack_plain(third.body) == (encode_batch(batch_of()), batch_of())
+    assert unpack(first.body, packed) == Unpacked(1.5, batch.events, 3, encode_batch(batch))
+    assert unpack(third.body, packed) == Unpacked(1.5, [], 3, encode_batch(batch_of()))
     assert sidecar.client.stats == ClientStats(written=3)
     assert sidecar.client.stats.bytes == sum(len(one.body) for one in (first, second, third))
     assert sidecar.client.stats.write_ns > 0

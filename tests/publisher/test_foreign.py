@@ -222,7 +222,7 @@ def test_whatever_an_engine_says_what_comes_out_is_sound_and_complete(
         for event in told:
             strict.check(event)
         if told:
-            encode_batch(KVEventBatch(1.0, told, 0))
+            encode_batch(KVEventBatch(1.0, list(told), 0))
         for event in batch:
             tolerant.apply(event)
         router.apply(told)

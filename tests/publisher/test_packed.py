@@ -20,9 +20,13 @@ from kvevents import (
     encode_batch,
 )
 from kvevents.codec import check_batch
+from kvevents.columns import Columns
 from kvevents.errors import KVEventsError
+from kvevents.index import BlockIndex
 from kvevents.tokens import TokenIds, pack_tokens
-from publisher.packed import load_events, pack_plain, save_events, unpack_plain
+from publisher.foreign import ForeignState
+from publisher.link import BATCH, COLUMNS, PACKED
+from publisher.packed import Unpacked, head_of, load_events, pack_plain, save_events, unpack
 
 I64 = st.integers(-(2**63), 2**63 - 1)
 U32 = st.one_of(st.integers(0, 300), st.integers(0, 2**32 - 1))
@@ -53,6 +57,24 @@ def stores(draw: st.DrawFn) -> BlockStored:
     )
 
 
+@st.composite
+def plain_events(draw: st.DrawFn) -> Event:
+    """Of few blocks, so that they meet; of one size and medium."""
+    names = draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        return BlockRemoved(list(names), StorageMedium.CPU)
+    parent = draw(st.none() | st.integers(0, 6).filter(lambda one: one != names[0]))
+    tokens = [300 + name for name in names for _ in range(2)]
+    return BlockStored(list(names), parent, tokens, 2, None, StorageMedium.CPU)
+
+
+def packed_of(batch: KVEventBatch) -> tuple[bytes, int]:
+    packed = pack_plain(batch)
+    assert packed is not None
+    assert packed[1] & (BATCH | PACKED) == BATCH | PACKED
+    return packed
+
+
 Removals = st.builds(BlockRemoved, st.lists(I64, min_size=1, max_size=3), Media)
 Events = st.one_of(stores(), Removals, st.just(AllBlocksCleared()))
 Batches = st.builds(
@@ -66,13 +88,40 @@ Batches = st.builds(
 @given(Batches)
 def test_what_is_packed_is_read_back(batch: KVEventBatch) -> None:
     """With the payload that the codec would have made, and tokens as lists nowhere."""
-    body = pack_plain(batch)
-    assert body is not None
-    payload, read = unpack_plain(body)
+    body, flags = packed_of(batch)
+    ts, events, rank, payload = unpack(body, flags)
     assert payload == encode_batch(batch)
-    assert read == batch == decode_batch(payload).batch
-    stored = [event for event in read.events if isinstance(event, BlockStored)]
+    assert (ts, rank) == (batch.ts, batch.dp_rank)
+    assert list(events) == batch.events == decode_batch(payload).batch.events
+    stored = [event for event in events if isinstance(event, BlockStored)]
     assert all(type(event.token_ids) is TokenIds for event in stored)
+
+
+@given(Batches)
+def test_what_is_kept_of_columns_says_all(batch: KVEventBatch) -> None:
+    """But for the payload, which the events make anew."""
+    body, flags = packed_of(batch)
+    if flags & COLUMNS:
+        assert unpack(head_of(body), flags) == unpack(body, flags)._replace(payload=None)
+
+
+@given(st.lists(plain_events(), min_size=1, max_size=5))
+def test_what_is_plain_is_in_columns(events: list[Event]) -> None:
+    """And an index that takes the columns knows what one does that takes the events."""
+    body, flags = packed_of(KVEventBatch(1.0, events, 0))
+    assert flags & COLUMNS
+    columns = unpack(body, flags).events
+    assert type(columns) is Columns
+    assert columns == events
+    assert [columns[at] for at in range(len(columns))] == events
+    at_once, one_by_one = BlockIndex(), BlockIndex()
+    for _ in range(2):
+        at_once.apply(columns)
+        one_by_one.apply(events)
+        assert at_once._blocks == one_by_one._blocks
+        assert at_once.resident == one_by_one.resident
+        assert at_once.oddities == one_by_one.oddities
+        assert at_once.block_size == one_by_one.block_size
 
 
 Odd: st.SearchStrategy[Any] = st.one_of(
@@ -89,12 +138,12 @@ def test_what_is_packed_may_be_sent(batch: KVEventBatch, data: st.DataObject) ->
     target: Any = batch if at < 0 else batch.events[at]
     if fields := target.__struct_fields__:
         setattr(target, data.draw(st.sampled_from(fields)), data.draw(Odd))
-    body = pack_plain(batch)
-    if body is not None:
+    packed = pack_plain(batch)
+    if packed is not None:
         check_batch(batch)
-        payload, read = unpack_plain(body)
-        assert read == decode_batch(encode_batch(batch)).batch
-        assert payload in (None, encode_batch(batch))
+        read = unpack(*packed)
+        assert list(read.events) == decode_batch(encode_batch(batch)).batch.events
+        assert read.payload in (None, encode_batch(batch))
 
 
 @pytest.mark.parametrize("tokens", [[True, 2], [1, False], [0, True], [2**32, 1], [1, 1.0]])
@@ -113,23 +162,53 @@ def test_an_event_that_is_odd_costs_itself_alone() -> None:
     """A removal's locality is looked at by nobody before it is read."""
     odd = BlockRemoved([1], StorageMedium.GPU, locality=3)  # type: ignore[arg-type]
     good: list[Event] = [AllBlocksCleared()]
-    body = pack_plain(KVEventBatch(1.0, [odd, *good], 0))
-    assert body is not None
-    assert unpack_plain(body) == (None, KVEventBatch(1.0, good, 0))
+    body, flags = packed_of(KVEventBatch(1.0, [odd, *good], 0))
+    assert unpack(body, flags) == Unpacked(1.0, good, 0, None)
 
 
 @given(Batches, st.data())
 def test_a_body_that_is_none_is_refused(batch: KVEventBatch, data: st.DataObject) -> None:
-    """Bytes cut off, put in or changed: a batch or an error of ours, and tokens that are there."""
-    body = bytearray(pack_plain(batch) or b"")
+    """Bytes cut off, put in or changed: events or an error of ours."""
+    packed, flags = packed_of(batch)
+    body = bytearray(packed)
     at = data.draw(st.integers(0, len(body) - 1))
     body[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    try:
-        _, read = unpack_plain(bytes(body))
-    except KVEventsError:
-        return
-    for event in read.events:
-        assert not isinstance(event, BlockStored) or len(event.token_ids) >= 0
+    for mask in (0, COLUMNS):
+        try:
+            read = unpack(bytes(body), flags ^ mask)
+        except KVEventsError:
+            continue
+        state = ForeignState(2)
+        told = state.apply(read.events)
+        check_batch(KVEventBatch(1.0, list(told), 0))
+    head_of(bytes(body))
+
+
+HEAD = ([1, 2, 1], [None, None], [2, -1], 2, "GPU", 1.0, 0)
+CHANGES: dict[str, tuple[int, Any]] = {
+    "too few tokens": (0, pack_tokens([1, 2, 3])),
+    "too many tokens": (0, pack_tokens([1, 2, 3, 4, 5])),
+    "half a token": (0, pack_tokens([1, 2, 3, 4])[:-1]),
+    "a hash too few": (1, [1, 2]),
+    "a hash above all": (1, [1, 2, 2**63]),
+    "a parent too few": (2, [None]),
+    "no blocks": (3, [2, -1, 0]),
+    "nothing at all": (3, []),
+    "another count": (3, [1, -1]),
+    "no block size": (4, 0),
+    "a block size below 0": (4, -2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_columns_that_do_not_fit_together_are_refused(change: tuple[int, Any]) -> None:
+    """Or a block would be told with another's tokens."""
+    good = [pack_tokens([1, 2, 3, 4]), *HEAD]
+    assert len(unpack(body_of(good), BATCH | PACKED | COLUMNS).events) == 2
+    at, value = change
+    good[at] = value
+    with pytest.raises(KVEventsError, match=r"^packed batch: "):
+        unpack(body_of(good), BATCH | PACKED | COLUMNS)
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 17, 32])
@@ -138,9 +217,14 @@ def test_tokens_that_are_not_those_of_the_events_are_refused(length: int) -> Non
     events: list[Event] = [BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU)]
     payload = encode_batch(KVEventBatch(1.0, events, 0))
     packed = pack_tokens([1, 2, 3, 4])
-    assert unpack_plain(msgspec.msgpack.encode((payload, packed)))[1].events == events
+    assert unpack(body_of([packed], payload), BATCH | PACKED).events == events
     with pytest.raises(KVEventsError, match="its tokens are not those of its events"):
-        unpack_plain(msgspec.msgpack.encode((payload, (packed * 2)[:length])))
+        unpack(body_of([(packed * 2)[:length]], payload), BATCH | PACKED)
+
+
+def body_of(head: list[Any], payload: bytes = b"") -> bytes:
+    data = msgspec.msgpack.encode(head)
+    return len(data).to_bytes(4, "little") + data + payload
 
 
 @given(st.lists(stores(), max_size=4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def wire(told: Told | None) -> bytes | None:
     return None if told is None else Speller(Dialect(), 0).spell(told.ts, told.events)
 
 
-def view(events: list[Event], index: BlockIndex | None = None) -> BlockIndex:
+def view(events: Sequence[Event], index: BlockIndex | None = None) -> BlockIndex:
     index = BlockIndex() if index is None else index
     index.apply(events)
     return index
