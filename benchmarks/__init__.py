@@ -1,1 +1,1 @@
-"""Measurements. Each prints what a figure is compared with, from the same run; none is a test."""
+"""Works measured beside the peers. `python -m benchmarks` runs them all; none is a test."""

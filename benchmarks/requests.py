@@ -1,113 +1,190 @@
-"""What events cost the worker's thread, per request of the trace.
+"""P7: what a request costs the scheduler's thread, on a real trace, with events off and on.
 
-Three workers take the same requests in turn, round by round: events off, events recorded and thrown
-away, and events handed to a sidecar that publishes them to a subscriber.
+Match, lock, evict, allocate, insert, unlock, and handing the events over: ours to the sidecar's link,
+the peers' as the list that their publisher would be given. Prompts are held in the type in which each
+engine would hold them; ours also as an array of 64-bit integers, which it then packs in the time of the
+request. The next request follows at once, so ours runs beside a busy sidecar.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import median
-from time import perf_counter_ns, sleep
+from typing import Any
 
-from hicache import HiRadixCache, KVShape, PagePool
-from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
+from benchmarks.figures import (
+    Figure,
+    Reach,
+    absolute,
+    at_most,
+    compared,
+    others,
+    shown,
+    skipped,
+    spread,
+)
+from benchmarks.kit.common.child import PeerProcess
+from benchmarks.kit.lineup import CACHES, OURS, Lineup
+from benchmarks.options import Options
+from benchmarks.report import run_alone
 from publisher.demo.options import BUNDLED_TRACE
-from publisher.demo.trace import prompt, read_trace
 
-PAGE_SIZE, DEVICE_PAGES, REQUESTS, ROUNDS = 64, 6250, 1000, 3
-PAUSE_S = 0.004
-"""Between requests, not timed: some 50,000 new blocks a second, more than a worker computes."""
+__all__ = ["NAME", "main", "measure", "ratios"]
 
-_LOOPBACK = "tcp://127.0.0.1:0"
-_SUBSCRIBER = """
-import sys, zmq
-socket = zmq.Context().socket(zmq.SUB)
-socket.subscribe(b"")
-socket.connect(sys.argv[1])
-while True:
-    socket.recv_multipart()
-"""
+NAME = "requests"
+DEVICE_TOKENS, ROUNDS = 400_000, 3
+PAGES = {64: 300, 16: 80, 1: 40}
+"""Page size, and how many requests of the trace: few where a peer takes 64,000 µs for one."""
+REACHES = {"sglang-python": 0.1, "sglang-rust": 0.25, "vllm": 0.06}
+SLOW = "vllm"
+"""Takes 260,000 µs for a request of pages of one token, and is left out there."""
+EVENTS_REACH, PAGE_1_REACH = at_most(60.0), at_most(2.0)
+
+Replay = dict[str, Any]
 
 
-def replay(prompts: list[bytes], cache: HiRadixCache, step_end: Callable[[], object]) -> list[int]:
-    """Nanoseconds of each request: match, lock, allocate, insert, unlock, and the end of the step."""
-    spent = []
-    for tokens in prompts:
-        start = perf_counter_ns()
-        match = cache.match_prefix(tokens)
-        cache.lock(match.node)
-        pages = cache.allocate(len(tokens) // (4 * PAGE_SIZE) - match.num_pages)
-        assert pages is not None, "the prompts were cut to fit"
-        cache.insert(tokens, pages, first_page=match.num_pages)
-        cache.unlock(match.node)
-        step_end()
-        spent.append(perf_counter_ns() - start)
-        sleep(PAUSE_S)
-    return spent
+def one_round(peer: PeerProcess, sizes: dict[int, int]) -> dict[str, Replay]:
+    found: dict[str, Replay] = {}
+    for page, requests in sizes.items():
+        if page == 1 and peer.name == SLOW:
+            continue
+        peer.ask("trace", path=str(BUNDLED_TRACE), requests=requests)
+        for state in ("off", "on") if page == 64 or peer.name == OURS else ("on",):
+            found[f"{page} {state}"] = _replay(peer, page, state)
+    if peer.name == OURS:
+        found["64 short off"], found["64 short on"] = (
+            _replay(peer, 64, state) for state in ("off", "on")
+        )
+        peer.ask("trace", path=str(BUNDLED_TRACE), requests=sizes[64])
+        peer.ask("options", values={"tokens": "int64"})
+        found["64 int64 on"] = _replay(peer, 64, "on")
+        peer.ask("options", values={"tokens": "packed"})
+    return found
 
 
-def new_cache(*, events: bool) -> HiRadixCache:
-    return HiRadixCache(PagePool(DEVICE_PAGES, PAGE_SIZE, KVShape(1, 1, 1)), events=events)
+def _replay(peer: PeerProcess, page: int, state: str) -> Replay:
+    return peer.ask(
+        "replay", page_size=page, device_tokens=DEVICE_TOKENS, host_ratio=0, events=state == "on"
+    )
 
 
-def through_sidecar(prompts: list[bytes]) -> list[int]:
-    sink = SinkConfig(endpoint=_LOOPBACK, replay_endpoint=_LOOPBACK)
-    with spawn(WorkerInfo(block_size=PAGE_SIZE), SidecarConfig(sinks=(sink,))) as sidecar:
-        command = [sys.executable, "-c", _SUBSCRIBER, sidecar.client.sinks[0].endpoint]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as subscriber:
-            cache = new_cache(events=True)
-            spent = replay(prompts, cache, lambda: sidecar.pump(cache))
-            assert sidecar.client.flush(cache, 30), "everything is published"
-            assert sidecar.client.stats.refused == 0, "the ring had room"
-            subscriber.kill()
-    return spent
+def measure(options: Options) -> list[Figure]:
+    lineup = Lineup(CACHES, peers=options.peers, only=(OURS, *REACHES))
+    sizes = {page: options.size(count, count // 4) for page, count in PAGES.items()}
+    found = lineup.rounds(options.rounds_or(ROUNDS), lambda peer: one_round(peer, sizes))
+    figures: list[Figure] = []
+    for page in PAGES:
+        figures += [_beside(page, "", peer, found, lineup) for peer in REACHES]
+        figures.append(_cost_of_events(page, found, lineup))
+    figures += [_beside(64, " int64", peer, found, lineup) for peer in REACHES]
+    return [*figures, _page_1(found, lineup)]
+
+
+def _beside(
+    page: int, form: str, peer: str, found: dict[str, list[dict[str, Replay]]], lineup: Lineup
+) -> Figure:
+    row_id = ".".join(("P7", str(page), *form.split(), peer))
+    packed = ", packed first" if form else ""
+    work = f"a request{packed}, page {page}, events on: the scheduler's thread"
+    reach = at_most(REACHES[peer]) if page == 64 else None
+    if page == 1 and peer == SLOW:
+        return skipped(row_id, work, reach=reach, reason="260,000 µs a request", peer=peer)
+    return ratios(
+        row_id,
+        work,
+        [one[f"{page}{form} on"] for one in found[OURS]],
+        [one[f"{page} on"] for one in found.get(peer, ())],
+        reach=reach,
+        peer=peer,
+        lineup=lineup,
+    )
+
+
+def ratios(
+    row_id: str,
+    work: str,
+    ours: Sequence[Replay],
+    theirs: Sequence[Replay],
+    *,
+    reach: Reach | None,
+    peer: str,
+    lineup: Lineup,
+    note: str = "",
+) -> Figure:
+    """Replays of the same rounds: medians, and the median of the rounds' ratios."""
+    if not theirs:
+        reason = lineup.absent.get(peer, "it did not take part")
+        return skipped(row_id, work, reach=reach, reason=reason, peer=peer)
+    pages = {one["new_pages"] for one in (*ours, *theirs)}
+    same = "" if len(pages) == 1 else f"; new pages {min(pages):,} to {max(pages):,}"
+    ours_us, theirs_us = ([one["us_per_request"] for one in each] for each in (ours, theirs))
+    p50, p99 = (
+        " and ".join(
+            shown(median(one[f"p{percent}_us"] for one in each)) for each in (ours, theirs)
+        )
+        for percent in (50, 99)
+    )
+    return compared(
+        row_id,
+        work,
+        median(ours_us),
+        "µs",
+        reach=reach,
+        peer=peer,
+        peer_figure=median(theirs_us),
+        ratio=median(a / b for a, b in zip(ours_us, theirs_us, strict=True)),
+        spread=spread(ours_us),
+        note=f"p50 {p50}, p99 {p99} µs{same}{note}",
+        versions=lineup.versions,
+    )
+
+
+def _costs(rounds: Sequence[dict[str, Replay]], page: int) -> list[float]:
+    return [
+        one[f"{page} on"]["us_per_request"] - one[f"{page} off"]["us_per_request"]
+        for one in rounds
+        if f"{page} off" in one
+    ]
+
+
+def _cost_of_events(page: int, found: dict[str, list[dict[str, Replay]]], lineup: Lineup) -> Figure:
+    costs = {name: each for name, rounds in found.items() if (each := _costs(rounds, page))}
+    off = median(one[f"{page} off"]["us_per_request"] for one in found[OURS])
+    theirs = others(costs, ours=OURS, unit=" µs", absent={})
+    return absolute(
+        f"P7.events.{page}",
+        f"what events add to a request, page {page}",
+        median(costs[OURS]),
+        "µs",
+        reach=EVENTS_REACH,
+        spread=spread(costs[OURS]),
+        note="; ".join(part for part in (f"off: {shown(off)} µs", theirs) if part),
+        versions=lineup.versions,
+    )
+
+
+def _page_1(found: dict[str, list[dict[str, Replay]]], lineup: Lineup) -> Figure:
+    """On the same few requests."""
+    of_1, of_64 = (
+        [one[key]["us_per_request"] for one in found[OURS]] for key in ("1 on", "64 short on")
+    )
+    return compared(
+        "P7.page-1",
+        "a request, page 1, events on, beside page 64",
+        median(of_1),
+        "µs",
+        reach=PAGE_1_REACH,
+        peer="page 64",
+        peer_figure=median(of_64),
+        ratio=median(a / b for a, b in zip(of_1, of_64, strict=True)),
+        spread=spread(of_1),
+        versions=lineup.versions,
+    )
 
 
 def main() -> int:
-    # A block of 512 tokens in the trace is 8 pages of 64 here, so the sizes are the workload's own.
-    longest = DEVICE_PAGES // 2 * PAGE_SIZE * 4
-    requests = read_trace(Path(BUNDLED_TRACE), REQUESTS)
-    prompts = [prompt(one, 512)[:longest] for one in requests]
-    ways: dict[str, Callable[[], list[int]]] = {
-        "events off": lambda: replay(prompts, new_cache(events=False), lambda: None),
-        "events recorded": lambda: _recorded(prompts),
-        "events through a sidecar": lambda: through_sidecar(prompts),
-    }
-    rounds: dict[str, list[list[int]]] = {name: [] for name in ways}
-    print(
-        f"{REQUESTS} requests, page {PAGE_SIZE}, {DEVICE_PAGES} pages, {ROUNDS} rounds,"
-        f" {len(os.sched_getaffinity(0))} cores; no model runs",
-        flush=True,
-    )
-    for number in range(1, ROUNDS + 1):
-        for name, run in ways.items():
-            gc.collect()
-            rounds[name].append(sorted(run()))
-        means = (
-            f"{name} {sum(found[-1]) / REQUESTS / 1e3:.1f} µs" for name, found in rounds.items()
-        )
-        print(f"round {number} of {ROUNDS}: {', '.join(means)}", flush=True)
-    base = median(sum(one) for one in rounds["events off"])
-    for name, found in rounds.items():
-        mean = median(sum(one) for one in found) / REQUESTS / 1e3
-        p50, p99 = (median(one[int(len(one) * q)] for one in found) / 1e3 for q in (0.5, 0.99))
-        ratio = median(sum(one) for one in found) / base
-        print(
-            f"{name:<26} mean {mean:7.1f} µs  p50 {p50:7.1f} µs  p99 {p99:8.1f} µs"
-            f"  {ratio:5.2f} × events off"
-        )
-    return 0
-
-
-def _recorded(prompts: list[bytes]) -> list[int]:
-    cache = new_cache(events=True)
-    return replay(prompts, cache, cache.take_records)
+    return run_alone(NAME, measure, __doc__)
 
 
 if __name__ == "__main__":

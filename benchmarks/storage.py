@@ -1,243 +1,358 @@
-"""What a file for each page costs, against pages packed into segments and against bare files.
+"""P12: pages put and got, against a plain copy of as many bytes, and against the bare Mooncake client.
 
-Three ways store, read and give up the same pages in turn, round by round: `FileStorage`; segments, to
-which pages are appended with a checksum each, as a log does; and files written in place and read without
-checksums, which is as fast as files get. All of it stays in the page cache: what is compared is the cost
-of the calls, not of the disk, and segments would gain nothing from a disk that a file does not.
+Files: a round copies one file to another (`shutil.copyfile`), puts as many bytes of pages into a
+`FileStorage` and gets them. Everything is in the page cache, what is left to write is written before each
+of these begins, and what they made is removed again: what is compared is the cost of the calls, not that
+of the disk. "Full": each page put takes the place of one that was put before. Pages are of the sizes that
+real models have. Where thousands of files were deleted in the minutes before, ext4 is slow to make one.
 
-Giving up: a random half of the pages, one at a time. Files are removed. Segments are no smaller until
-the other half is copied out of them, once, at the end; the time is for that.
+Mooncake: the same pages through `MooncakeStorage` and through the client alone, from and to registered
+memory. The master, both clients and the process that lends the memory are on this machine, and pages go
+through TCP.
 """
 
 from __future__ import annotations
 
-import gc
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from statistics import median
-from struct import Struct
 from time import perf_counter
-from typing import NamedTuple, Protocol
-from zlib import crc32
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.figures import Figure, Reach, at_least, compared, skipped
+from benchmarks.options import Options
+from benchmarks.report import run_alone
 from hicache.pool import HostPool, KVShape
-from hicache.storage.backend import StoredPage
+from hicache.storage.backend import StorageBackend, StorageError, StoredPage
 from hicache.storage.file import FileStorage
 from hicache.storage.keys import PageFormat
 from kvevents.namespace import BASE
 
-PAGE_BYTES, ROUND_BYTES, ROUNDS = (64 << 10, 1 << 20), 128 << 20, 5
-CALL_PAGES, PAGE_SIZE, SEGMENT_BYTES = 32, 64, 64 << 20
+__all__ = ["NAME", "main", "measure"]
+
+NAME = "storage"
+ROUNDS, PAGE_SIZE = 5, 64
+FILE_PAGES, ROUND_BYTES, CALL_BYTES = (1 << 20, 8 << 20), 64 << 20, 32 << 20
+MOONCAKE_PAGES, MOONCAKE_BYTES = (1 << 20, 8 << 20), 128 << 20
+MOST_CALL_PAGES = 32
+FILE_REACH, MOONCAKE_REACH = at_least(0.7), at_least(0.9)
+_WORDS = {"put": "pages put", "get": "pages got", "full": "pages put into a full store"}
 
 
-class Way(Protocol):
-    """Somewhere to put pages."""
-
-    def put(self, pages: Sequence[StoredPage], host_pages: array[int]) -> None: ...
-    def get(self, pages: Sequence[StoredPage], host_pages: array[int]) -> None: ...
-    def give_up(self, pages: Sequence[StoredPage]) -> None: ...
-    def close(self) -> None: ...
+def measure(options: Options) -> list[Figure]:
+    figures: list[Figure] = []
+    for page_bytes in FILE_PAGES:
+        figures += _files(page_bytes, options)
+    return figures + _mooncake(options)
 
 
-class Files:
-    """`FileStorage`, each call waited for. Its folders are there, as they are after the first pages."""
+class Rates(NamedTuple):
+    """Bytes a second of each round: of pages, and of what they are compared with."""
 
-    def __init__(self, directory: Path, form: PageFormat, pool: HostPool) -> None:
-        for number in range(256):
-            (directory / form.fingerprint / f"{number:02x}").mkdir(parents=True)
-        self._storage = FileStorage(directory, form, min_free_bytes=0)
-        self._storage.attach(pool)
+    ours: list[float]
+    theirs: list[float]
 
-    def put(self, pages: Sequence[StoredPage], host_pages: array[int]) -> None:
-        assert self._storage.put(pages, host_pages).result() == len(pages)
-
-    def get(self, pages: Sequence[StoredPage], host_pages: array[int]) -> None:
-        assert self._storage.get([page.key for page in pages], host_pages).result() == len(pages)
-
-    def give_up(self, pages: Sequence[StoredPage]) -> None:
-        assert self._storage.delete([page.key for page in pages]).result() == len(pages)
-
-    def close(self) -> None:
-        self._storage.close()
-
-
-class Segments:
-    """Records of key, length and checksum, then the page; where each is, in memory."""
-
-    _header = Struct("<32sII")
-
-    def __init__(self, directory: Path, _form: PageFormat, pool: HostPool) -> None:
-        self._directory, self._pool = directory, pool
-        self._segments: list[int] = []
-        self._at: dict[bytes, tuple[int, int]] = {}
-        self._end = SEGMENT_BYTES
-
-    def put(self, pages: Sequence[StoredPage], host_pages: array[int]) -> None:
-        for page, host_page in zip(pages, host_pages, strict=True):
-            self._append(page.key, self._pool.page(host_page))
-
-    def get(self, pages: Sequence[StoredPage], host_pages: array[int]) -> None:
-        for page, host_page in zip(pages, host_pages, strict=True):
-            fd, offset = self._at[page.key]
-            header, content = bytearray(self._header.size), self._pool.page(host_page)
-            os.preadv(fd, [header, content], offset)
-            assert self._header.unpack(header) == (page.key, len(content), crc32(content))
-
-    def give_up(self, pages: Sequence[StoredPage]) -> None:
-        for page in pages:
-            del self._at[page.key]
-        old, self._segments, self._end = self._segments, [], SEGMENT_BYTES
-        content = memoryview(bytearray(self._pool.bytes_per_page))
-        for key, (fd, offset) in [*self._at.items()]:
-            os.preadv(fd, [content], offset + self._header.size)
-            self._append(key, content)
-        for fd in old:
-            os.ftruncate(fd, 0)
-            os.close(fd)
-
-    def close(self) -> None:
-        for fd in self._segments:
-            os.close(fd)
-
-    def _append(self, key: bytes, content: memoryview) -> None:
-        if self._end + len(content) > SEGMENT_BYTES:
-            fd, _ = tempfile.mkstemp(dir=self._directory)
-            self._segments.append(fd)
-            self._end = 0
-        fd = self._segments[-1]
-        header = self._header.pack(key, len(content), crc32(content))
-        self._at[key] = fd, self._end
-        self._end += os.pwritev(fd, [header, content], self._end)
+    def figure(self, id: str, work: str, reach: Reach | None, peer: str, **more: Any) -> Figure:  # noqa: A002
+        ratios = [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
+        return compared(
+            id,
+            work,
+            median(self.ours) / 1e9,
+            "GB/s",
+            reach=reach,
+            peer=peer,
+            peer_figure=median(self.theirs) / 1e9,
+            ratio=median(ratios),
+            spread=(min(self.ours) / 1e9, max(self.ours) / 1e9),
+            **more,
+        )
 
 
-class BareFiles:
-    """A file a page, in one folder: no checksum, no metadata, no temporary name."""
+class Pages:
+    """A host pool of two halves: pages come from the one, and go to the other."""
 
-    def __init__(self, directory: Path, _form: PageFormat, pool: HostPool) -> None:
-        self._directory, self._pool = str(directory), pool
+    def __init__(self, page_bytes: int) -> None:
+        self.call_pages = min(MOST_CALL_PAGES, CALL_BYTES // page_bytes)
+        shape = KVShape(2, 1, page_bytes // PAGE_SIZE // 8, torch.float16)
+        self.form = PageFormat("bench", shape, PAGE_SIZE)
+        self.pool = HostPool(2 * self.call_pages, PAGE_SIZE, shape)
+        self.page_bytes = self.pool.bytes_per_page
+        self._random = Random(1)
+        for page in range(self.pool.num_pages):
+            self.pool.page(page)[:] = self._random.randbytes(page_bytes)
+        self.source = array("q", range(self.call_pages))
+        self.target = array("q", range(self.call_pages, 2 * self.call_pages))
 
-    def put(self, pages: Sequence[StoredPage], host_pages: array[int]) -> None:
-        for page, host_page in zip(pages, host_pages, strict=True):
-            fd = os.open(self._path(page), os.O_WRONLY | os.O_CREAT)
-            os.write(fd, self._pool.page(host_page))
-            os.close(fd)
+    def prompts(self, num_bytes: int) -> list[list[StoredPage]]:
+        """New prompts of a call's pages each."""
+        return [self._prompt() for _ in range(num_bytes // self.page_bytes // self.call_pages)]
 
-    def get(self, pages: Sequence[StoredPage], host_pages: array[int]) -> None:
-        for page, host_page in zip(pages, host_pages, strict=True):
-            fd = os.open(self._path(page), os.O_RDONLY)
-            os.readv(fd, [self._pool.page(host_page)])
-            os.close(fd)
-
-    def give_up(self, pages: Sequence[StoredPage]) -> None:
-        for page in pages:
-            Path(self._path(page)).unlink()
-
-    def close(self) -> None:
-        pass
-
-    def _path(self, page: StoredPage) -> str:
-        return f"{self._directory}/{page.key.hex()}"
-
-
-WAYS: dict[str, Callable[[Path, PageFormat, HostPool], Way]] = {
-    "file a page (FileStorage)": Files,
-    "segments": Segments,
-    "bare files": BareFiles,
-}
-
-
-class Spent(NamedTuple):
-    """Seconds a page, one number a call; giving up is one call."""
-
-    put: list[float]
-    get: list[float]
-    give_up: float
-
-
-def timed(call: Callable[[], None], num_pages: int) -> float:
-    start = perf_counter()
-    call()
-    return (perf_counter() - start) / num_pages
-
-
-def run(way: Way, prompts: list[list[StoredPage]]) -> Spent:
-    """Put all prompts, get all, give up half of the pages, ends of prompts first."""
-    mine, theirs = array("q", range(CALL_PAGES)), array("q", range(CALL_PAGES, 2 * CALL_PAGES))
-    put = [timed(lambda p=p: way.put(p, mine), CALL_PAGES) for p in prompts]  # type: ignore[misc]
-    get = [timed(lambda p=p: way.get(p, theirs), CALL_PAGES) for p in prompts]  # type: ignore[misc]
-    half = [page for prompt in prompts for page in prompt[CALL_PAGES // 2 :]]
-    return Spent(put, get, timed(lambda: way.give_up(half[::-1]), len(half)))
-
-
-def prompts_of(num_pages: int, random: Random) -> list[list[StoredPage]]:
-    """Prompts of `CALL_PAGES` pages each."""
-    prompts = []
-    for _ in range(num_pages // CALL_PAGES):
+    def _prompt(self) -> list[StoredPage]:
         prompt: list[StoredPage] = []
         parent = None
-        for _ in range(CALL_PAGES):
-            tokens = random.randbytes(4 * PAGE_SIZE)
+        for _ in range(self.call_pages):
+            tokens = self._random.randbytes(4 * PAGE_SIZE)
             key = sha256((parent or b"") + tokens).digest()
             prompt.append(StoredPage(key, parent, BASE, tokens))
             parent = key
-        prompts.append(prompt)
-    return prompts
+        return prompt
+
+    def put(self, storage: StorageBackend, prompts: Sequence[Sequence[StoredPage]]) -> float:
+        """Bytes a second."""
+        began = perf_counter()
+        for prompt in prompts:
+            assert storage.put(prompt, self.source).result() == len(prompt), storage.stats
+        return self._rate(prompts, began)
+
+    def get(self, storage: StorageBackend, prompts: Sequence[Sequence[StoredPage]]) -> float:
+        """Bytes a second."""
+        keys = [[page.key for page in prompt] for prompt in prompts]
+        began = perf_counter()
+        for one in keys:
+            assert storage.get(one, self.target).result() == len(one), storage.stats
+        return self._rate(prompts, began)
+
+    def _rate(self, prompts: Sequence[Sequence[StoredPage]], began: float) -> float:
+        return len(prompts) * self.call_pages * self.page_bytes / (perf_counter() - began)
 
 
-def measure(page_bytes: int) -> dict[str, list[Spent]]:
-    """Each way, round by round, in a directory of its own that is gone before the next."""
-    form = PageFormat(
-        "bench", KVShape(2, 1, page_bytes // PAGE_SIZE // 8, torch.float16), PAGE_SIZE
-    )
-    pool = HostPool(2 * CALL_PAGES, PAGE_SIZE, form.shape)
-    assert pool.bytes_per_page == page_bytes
-    random = Random(1)
-    for page in range(CALL_PAGES):
-        pool.page(page)[:] = random.randbytes(page_bytes)
-    found: dict[str, list[Spent]] = {name: [] for name in WAYS}
-    for number in range(ROUNDS):
-        prompts = prompts_of(ROUND_BYTES // page_bytes, random)
-        names = [*WAYS]
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            gc.collect()
-            with tempfile.TemporaryDirectory() as directory:
-                way = WAYS[name](Path(directory), form, pool)
-                found[name].append(run(way, prompts))
-                way.close()
-    return found
+# ----------------------------------------------------------------------------------------- files
 
 
-def report(page_bytes: int, found: dict[str, list[Spent]]) -> None:
-    """Medians of the rounds; p99 of all calls."""
-    for name, rounds in found.items():
-        cells = [f"{page_bytes >> 10:>5} KiB  {name:<25}"]
-        for calls in ([one.put for one in rounds], [one.get for one in rounds]):
-            mean = median(sum(one) / len(one) for one in calls)
-            every = sorted(second for one in calls for second in one)
-            p50, p99 = (every[int(len(every) * q)] * 1e6 for q in (0.5, 0.99))
-            rate = f"{page_bytes / mean / 1e9:5.2f} GB/s {1 / mean:7,.0f}/s"
-            cells.append(f"{rate}  p50 {p50:5.0f}  p99 {p99:6.0f}")
-        cells.append(f"{median(one.give_up for one in rounds) * 1e6:6.0f}")
-        print("  | ".join(cells), flush=True)
+def _files(page_bytes: int, options: Options) -> list[Figure]:
+    pages = Pages(page_bytes)
+    num_bytes = options.size(ROUND_BYTES, ROUND_BYTES // 2)
+    found = {kind: Rates([], []) for kind in _WORDS}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        directory = Path(name)
+        source = directory / "source"
+        source.write_bytes(Random(2).randbytes(num_bytes))
+        roomy = stack.enter_context(_file_storage(directory / "roomy", pages))
+        full = stack.enter_context(
+            _file_storage(directory / "full", pages, max_bytes=num_bytes + (num_bytes >> 2))
+        )
+        pages.put(full, pages.prompts(num_bytes))
+        for number in range(options.rounds_or(ROUNDS)):
+            prompts = pages.prompts(num_bytes)
+            calls: list[tuple[str, Callable[[], float]]] = [
+                ("put", lambda prompts=prompts: pages.put(roomy, prompts)),  # type: ignore[misc]
+                ("get", lambda prompts=prompts: pages.get(roomy, prompts)),  # type: ignore[misc]
+                ("full", lambda prompts=prompts: pages.put(full, prompts)),  # type: ignore[misc]
+            ]
+            for place, (kind, call) in enumerate(calls):
+                ways = [(found[kind].ours, call), (found[kind].theirs, lambda: _copied(source))]
+                for rates, way in ways[:: 1 - 2 * ((number + place) % 2)]:
+                    _settle(source)
+                    rates.append(way())
+            roomy.delete([page.key for prompt in prompts for page in prompt]).result()
+    return [
+        rates.figure(
+            f"P12.file.{kind}.{page_bytes >> 10}K",
+            f"FileStorage: {_WORDS[kind]}, of {page_bytes >> 10:,} KiB",
+            FILE_REACH,
+            "a file's copy",
+        )
+        for kind, rates in found.items()
+    ]
+
+
+@contextmanager
+def _file_storage(
+    directory: Path, pages: Pages, max_bytes: int | None = None
+) -> Iterator[FileStorage]:
+    """With its folders there, as they are after the first pages."""
+    for number in range(256):
+        (directory / pages.form.fingerprint / f"{number:02x}").mkdir(parents=True)
+    storage = FileStorage(directory, pages.form, max_bytes=max_bytes, min_free_bytes=0)
+    try:
+        storage.attach(pages.pool)
+        yield storage
+    finally:
+        storage.close()
+
+
+def _settle(source: Path) -> None:
+    """Nothing is left to write, and memory that was in use a moment ago is free: a virtual machine may
+    have to ask for any other.
+    """
+    os.sync()
+    target = source.with_suffix(".settle")
+    target.write_bytes(bytes(2 * source.stat().st_size))
+    target.unlink()
+
+
+def _copied(source: Path) -> float:
+    """Bytes a second."""
+    target = source.with_suffix(".copy")
+    began = perf_counter()
+    shutil.copyfile(source, target)
+    rate = source.stat().st_size / (perf_counter() - began)
+    target.unlink()
+    return rate
+
+
+# -------------------------------------------------------------------------------------- mooncake
+
+
+_LEND = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store, (address, segment) = MooncakeDistributedStore(), sys.argv[1:]
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", int(segment), 16 << 20, "tcp", "", address) == 0
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def _lender(address: str, num_bytes: int) -> Iterator[None]:
+    """A process that lends memory and does nothing else."""
+    command = [sys.executable, "-c", _LEND, address, str(num_bytes)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n", "it joins"
+            yield
+        finally:
+            process.kill()
+
+
+class Bare:
+    """Mooncake's own client."""
+
+    def __init__(self, address: str, pages: Pages) -> None:
+        self._pages = pages
+        self._client = import_module("mooncake.store").MooncakeDistributedStore()
+        joined = self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", address)
+        assert joined == 0, "the master lets it in"
+        pool = pages.pool
+        assert self._client.register_buffer(pool.address, pool.num_bytes) == 0
+
+    def put(self, prompts: Sequence[Sequence[StoredPage]]) -> float:
+        return self._all(self._client.batch_put_from, prompts, self._pages.source, 0)
+
+    def get(self, prompts: Sequence[Sequence[StoredPage]]) -> float:
+        pages = self._pages
+        return self._all(self._client.batch_get_into, prompts, pages.target, pages.page_bytes)
+
+    def _all(
+        self,
+        call: Callable[..., list[int]],
+        prompts: Sequence[Sequence[StoredPage]],
+        host_pages: array[int],
+        fine: int,
+    ) -> float:
+        pages = self._pages
+        names = [[f"bare-{page.key.hex()}" for page in prompt] for prompt in prompts]
+        addresses = [pages.pool.address + at * pages.page_bytes for at in host_pages]
+        sizes = [pages.page_bytes] * len(addresses)
+        began = perf_counter()
+        for one in names:
+            codes = call(one, addresses, sizes)
+            assert {*codes} == {fine}, codes
+        return len(names) * len(sizes) * pages.page_bytes / (perf_counter() - began)
+
+    def remove(self, prompts: Sequence[Sequence[StoredPage]]) -> None:
+        names = [f"bare-{page.key.hex()}" for prompt in prompts for page in prompt]
+        self._client.batch_remove(names, True)  # noqa: FBT003
+
+    def close(self) -> None:
+        self._client.unregister_buffer(self._pages.pool.address)
+        self._client.close()
+
+
+def _mooncake(options: Options) -> list[Figure]:
+    from publisher.demo.mooncake import MasterError, master
+
+    num_bytes = options.size(MOONCAKE_BYTES, MOONCAKE_BYTES // 4)
+    try:
+        with master() as address, _lender(address, 4 * num_bytes):
+            versions = {"mooncake": version("mooncake-transfer-engine-non-cuda")}
+            return [
+                figure
+                for page_bytes in MOONCAKE_PAGES
+                for figure in _mooncake_pages(address, page_bytes, num_bytes, options, versions)
+            ]
+    except (MasterError, StorageError) as error:
+        return [
+            skipped(
+                f"P12.mooncake.{kind}.{page_bytes >> 10}K",
+                _mooncake_words(kind, page_bytes),
+                reach=MOONCAKE_REACH,
+                reason=str(error),
+                peer="its client alone",
+            )
+            for page_bytes in MOONCAKE_PAGES
+            for kind in ("put", "get")
+        ]
+
+
+def _mooncake_words(kind: str, page_bytes: int) -> str:
+    return f"MooncakeStorage: {_WORDS[kind]}, of {page_bytes >> 10:,} KiB"
+
+
+def _mooncake_pages(
+    address: str, page_bytes: int, num_bytes: int, options: Options, versions: dict[str, str]
+) -> list[Figure]:
+    from hicache.storage.mooncake import MooncakeConfig, MooncakeStorage
+
+    pages = Pages(page_bytes)
+    found = {kind: Rates([], []) for kind in ("put", "get")}
+    with ExitStack() as stack:
+        config = MooncakeConfig("127.0.0.1", address, global_segment_size=0)
+        storage = MooncakeStorage(config, pages.form)
+        stack.callback(storage.close)
+        storage.attach(pages.pool)
+        bare = Bare(address, pages)
+        stack.callback(bare.close)
+        for number in range(options.rounds_or(ROUNDS) + 1):
+            prompts = pages.prompts(num_bytes)
+            calls: dict[str, list[Callable[[], float]]] = {
+                "put": [
+                    lambda prompts=prompts: pages.put(storage, prompts),  # type: ignore[misc]
+                    lambda prompts=prompts: bare.put(prompts),  # type: ignore[misc]
+                ],
+                "get": [
+                    lambda prompts=prompts: pages.get(storage, prompts),  # type: ignore[misc]
+                    lambda prompts=prompts: bare.get(prompts),  # type: ignore[misc]
+                ],
+            }
+            for kind, ways in calls.items():
+                for place in ((0, 1), (1, 0))[number % 2]:
+                    rate = ways[place]()
+                    if number:  # the first round touches the memory
+                        found[kind][place].append(rate)
+            storage.delete([page.key for prompt in prompts for page in prompt]).result()
+            bare.remove(prompts)
+    return [
+        rates.figure(
+            f"P12.mooncake.{kind}.{page_bytes >> 10}K",
+            _mooncake_words(kind, page_bytes),
+            MOONCAKE_REACH,
+            "its client alone",
+            versions=versions,
+        )
+        for kind, rates in found.items()
+    ]
 
 
 def main() -> int:
-    print(
-        f"{ROUND_BYTES >> 20} MiB a round, {CALL_PAGES} pages a call, {ROUNDS} rounds,"
-        f" {len(os.sched_getaffinity(0))} cores, in {tempfile.gettempdir()}, no fsync; µs a page"
-    )
-    print(f"{'':38}| {'put':42}  | {'get':42}  | give up", flush=True)
-    for page_bytes in PAGE_BYTES:
-        report(page_bytes, measure(page_bytes))
-    return 0
+    return run_alone(NAME, measure, __doc__)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,16 @@ from hicache.node import PageIndices
 
 __all__ = ["PageAllocator"]
 
+_FEW = 16
+"""Pieces; what comes back in smaller ones would be copied too often."""
+
 
 class PageAllocator:
     """Hands out page indices 0 to num_pages - 1, the last freed first.
 
-    A page is free, lent (`allocate` gave it to the engine) or the cache's own.
+    A page is free, lent (`allocate` gave it to the engine) or the cache's own. What was lent together
+    mostly comes back together, from the front: that is told by comparing arrays, at the speed of memory.
+    Pages that come back otherwise are looked up one by one.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -21,7 +26,10 @@ class PageAllocator:
             raise ValueError(f"num_pages: {num_pages} is below 1")
         self.num_pages = num_pages
         self._free: PageIndices = array("q", range(num_pages - 1, -1, -1))
+        self._grants: dict[int, PageIndices] = {}
+        """Lent, as they were handed out, by their first page."""
         self._lent: set[int] = set()
+        """Lent, one by one: of grants that came back in another order."""
 
     @property
     def num_free(self) -> int:
@@ -31,7 +39,7 @@ class PageAllocator:
     @property
     def num_lent(self) -> int:
         """Pages the engine has."""
-        return len(self._lent)
+        return len(self._lent) + sum(map(len, self._grants.values()))
 
     def allocate(self, num_pages: int) -> PageIndices | None:
         """Lend `num_pages` pages; None (and nothing taken) when fewer are free.
@@ -41,8 +49,8 @@ class PageAllocator:
         if num_pages < 0:
             raise ValueError(f"num_pages: {num_pages} is negative")
         taken = self.take(num_pages)
-        if taken is not None:
-            self._lent.update(taken)
+        if taken:
+            self._grants[taken[0]] = taken[:]  # the caller may change its own
         return taken
 
     def free(self, pages: PageIndices) -> None:
@@ -54,7 +62,24 @@ class PageAllocator:
         """Lent pages become the cache's. Raises ValueError (and takes none) unless all are lent and
         distinct.
         """
+        if not pages:
+            return
+        grant = self._grants.pop(pages[0], None)
+        if grant == pages:
+            return
+        if grant is not None:
+            num_pages = len(pages)
+            if num_pages < len(grant) <= _FEW * num_pages and grant[:num_pages] == pages:
+                self._grants[grant[num_pages]] = grant[num_pages:]
+                return
+            self._grants[pages[0]] = grant
+        self._adopt_singly(pages)
+
+    def _adopt_singly(self, pages: PageIndices) -> None:
         lent = self._lent
+        for grant in self._grants.values():  # each page once
+            lent.update(grant)
+        self._grants.clear()
         left = len(lent) - len(pages)
         lent.symmetric_difference_update(pages)  # the same again undoes it
         if len(lent) != left:
@@ -97,4 +122,4 @@ class PageAllocator:
 
     def lent_pages(self) -> set[int]:
         """A copy of the lent pages, for checks."""
-        return set(self._lent)
+        return self._lent.union(*self._grants.values())

@@ -35,10 +35,10 @@ from hicache.recorder import NullRecorder, Recorder, ResidencyRecorder
 from hicache.residency import Residency
 from hicache.storage.backend import StorageBackend, StorageStats
 from hicache.storage_tier import StorageTier
-from hicache.tier import MEDIUM, Tier
+from hicache.tier import DEVICE, HOST, MEDIUM, Tier
 from hicache.tiered import TieredTree
 from hicache.transfer import Transfers, transfers_for
-from hicache.tree import RadixTree
+from hicache.tree import RadixTree, Walk
 from kvevents.events import Event, StorageMedium
 from kvevents.hashing import (
     BlockHash,
@@ -54,6 +54,9 @@ from kvevents.records import Record
 from kvevents.tokens import TokenBytes, pack_tokens
 
 __all__ = ["CacheStats", "HiRadixCache", "Insertion", "Match"]
+
+_MOST_WALKED = 64
+"""Prompts, of requests that were matched and not inserted; their memory stays that long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +155,18 @@ class HiRadixCache:
         self._materializer: Materializer | None = None
         self._taken_as_records = False
         self._num_locks = 0
+        self._walked: dict[int, tuple[bytes, Node]] = {}
+        """Of prompts that came packed and are to be inserted yet, by identity: how far the tree had them.
+        An insert goes on from there: comparing is most of its work for a long prompt that is known.
+        """
 
         self._tree = RadixTree(self.page_size)
         recorded = agreement.rank == 0 if events is None else events
         self._recorder: ResidencyRecorder = Recorder(self._tree) if recorded else NullRecorder()
         self._residency = Residency(self._recorder)
-        allocators = {Tier.DEVICE: device_pool.allocator}
+        allocators = {DEVICE: device_pool.allocator}
         if host_pool is not None:
-            allocators[Tier.HOST] = host_pool.allocator
+            allocators[HOST] = host_pool.allocator
             transfers = transfers or transfers_for(device_pool, host_pool)
         self._transfers = transfers
         self._tiered = TieredTree(self._tree, self._residency, allocators, config.eviction_policy)
@@ -208,8 +215,13 @@ class HiRadixCache:
         `pack_tokens` raises.
         """
         _check_namespace(namespace)
-        path = self._path(pack_tokens(tokens), namespace)
+        packed = pack_tokens(tokens)
+        path = self._path(packed, namespace)
         self._touch(path)
+        if path and packed is tokens:
+            self._walked[id(packed)] = packed, path[-1]
+            if len(self._walked) > _MOST_WALKED:
+                del self._walked[next(iter(self._walked))]
         return self._match(path, namespace)
 
     def _match(self, path: list[Node], namespace: Namespace) -> Match:
@@ -217,11 +229,11 @@ class HiRadixCache:
         num_host_pages = 0
         device_end = host_end = self._tree.root(namespace)
         for node in path:
-            copy = node.copies[Tier.DEVICE]
+            copy = node.copies[DEVICE]
             if isinstance(copy, array):
                 pages += copy
                 device_end = host_end = node
-            elif node.copies[Tier.HOST] is not None:
+            elif node.copies[HOST] is not None:
                 num_host_pages += node.num_pages
                 host_end = node
             else:
@@ -265,7 +277,8 @@ class HiRadixCache:
         page_bytes = self._tree.page_bytes
         whole = len(packed) // page_bytes
         pages = self._check_insert(whole, as_pages(page_indices), first_page)
-        path, found, partial, shared = self._tree.walk(packed, namespace)
+        path, found, partial, shared = self._walk(packed, namespace)
+        self._walked.pop(id(packed), None)
         existing = _on_device(path, partial, shared)
         if existing < first_page:
             raise ValueError(f"first_page: {first_page}, but the device has only {existing} pages")
@@ -283,7 +296,7 @@ class HiRadixCache:
             node = self._tree.add(parent, packed[found * page_bytes : whole * page_bytes])
             path.append(node)
             rest = found - existing
-            self._tiered.store(node, Tier.DEVICE, new[rest:] if rest else new)
+            self._tiered.store(node, DEVICE, new[rest:] if rest else new)
         self._touch(path)
         for node in path:
             node.hits += 1
@@ -296,8 +309,8 @@ class HiRadixCache:
         """Give the nodes of a path that are not on the device their copies there."""
         at = 0
         for node in path:
-            if node.copies[Tier.DEVICE] is None:
-                self._tiered.store(node, Tier.DEVICE, pages[at : at + node.num_pages])
+            if node.copies[DEVICE] is None:
+                self._tiered.store(node, DEVICE, pages[at : at + node.num_pages])
                 at += node.num_pages
 
     def _write_down(self, path: list[Node]) -> None:
@@ -305,7 +318,7 @@ class HiRadixCache:
         self._mover.after_insert(path)
         if self._storage is not None:
             for node in reversed(path):
-                if node.copies[Tier.HOST] is not None:
+                if node.copies[HOST] is not None:
                     self._storage.wanted(node)
                     break
 
@@ -343,7 +356,7 @@ class HiRadixCache:
         """
         self._check_held(node)
         num_pages, at = 0, node
-        while at.parent is not None and at.copies[Tier.DEVICE] is None:
+        while at.parent is not None and at.copies[DEVICE] is None:
             num_pages += at.num_pages
             at = at.parent
         too_few = num_pages * self.page_size < self._config.load_back_threshold
@@ -466,7 +479,7 @@ class HiRadixCache:
             for node in self._tree.nodes():
                 copy = node.copies[tier]
                 if isinstance(copy, array):
-                    kept = reading if tier is Tier.HOST else ()
+                    kept = reading if tier is HOST else ()
                     allocator.take_back(array("q", (page for page in copy if page not in kept)))
         self._tiered.clear()
         if self._storage is not None:
@@ -482,12 +495,12 @@ class HiRadixCache:
         if self._prefetches is not None:
             self._prefetches.cancel_all()
         for flight in list(self._flights):
-            if flight.tier in (Tier.DEVICE, Tier.HOST) and not flight.abandoned:
+            if flight.tier in (DEVICE, HOST) and not flight.abandoned:
                 self._flights.abandon(flight)
         for node in self._from_the_leaves():
-            if node.copies[Tier.DEVICE] is not None:
-                self._tiered.drop(node, Tier.DEVICE)
-        self._tiered.queues[Tier.DEVICE].clear()
+            if node.copies[DEVICE] is not None:
+                self._tiered.drop(node, DEVICE)
+        self._tiered.queues[DEVICE].clear()
 
     def _stop_movement(self) -> set[int]:
         """Let everything under way come to nothing. Host pages that storage is still reading stay
@@ -500,8 +513,8 @@ class HiRadixCache:
             if flight.abandoned:
                 continue
             self._flights.abandon(flight)
-            if flight.tier not in (Tier.DEVICE, Tier.HOST):
-                flight.owned_tier, flight.owned = Tier.HOST, flight.source
+            if flight.tier not in (DEVICE, HOST):
+                flight.owned_tier, flight.owned = HOST, flight.source
                 reading.update(flight.source)
         return reading
 
@@ -560,27 +573,27 @@ class HiRadixCache:
     @property
     def num_resident(self) -> int:
         """Device pages in the cache."""
-        return self._residency.num_resident(Tier.DEVICE)
+        return self._residency.num_resident(DEVICE)
 
     @property
     def num_protected(self) -> int:
         """Those under a lock, a request's or that of a copy under way."""
-        return self._residency.num_protected(Tier.DEVICE)
+        return self._residency.num_protected(DEVICE)
 
     @property
     def num_evictable(self) -> int:
         """Those not under a lock."""
-        return self._tiered.num_evictable(Tier.DEVICE)
+        return self._tiered.num_evictable(DEVICE)
 
     @property
     def num_stored(self) -> int:
         """Device pages ever cached."""
-        return self._residency.num_stored(Tier.DEVICE)
+        return self._residency.num_stored(DEVICE)
 
     @property
     def num_dropped(self) -> int:
         """Device pages ever evicted; a flush counts as none."""
-        return self._residency.num_dropped(Tier.DEVICE)
+        return self._residency.num_dropped(DEVICE)
 
     def stats(self) -> CacheStats:
         """Counts since the start."""
@@ -641,10 +654,19 @@ class HiRadixCache:
 
     def _path(self, tokens: bytes, namespace: Namespace) -> list[Node]:
         """The nodes that make up the known part of a prompt; splits the last if need be."""
-        path, _, partial, shared = self._tree.walk(tokens, namespace)
+        path, _, partial, shared = self._walk(tokens, namespace)
         if partial is not None:
             path.append(self._tree.split(partial, shared))
         return path
+
+    def _walk(self, tokens: bytes, namespace: Namespace) -> Walk:
+        """A prompt leads where it led before (T4), or the node is gone and it is looked for anew."""
+        walked = self._walked.get(id(tokens))
+        if walked is not None:
+            same, node = walked
+            if same is tokens and node.parent is not None and node.namespace == namespace:
+                return self._tree.walk(tokens, namespace, node)
+        return self._tree.walk(tokens, namespace)
 
     def _touch(self, path: list[Node]) -> None:
         self._tree.now += 1
@@ -672,7 +694,7 @@ class HiRadixCache:
             return
         if node not in self._tree:
             raise ValueError(f"{node} is not in the cache any more")
-        if node.copies[Tier.DEVICE] is None and node.copies[Tier.HOST] is None:
+        if node.copies[DEVICE] is None and node.copies[HOST] is None:
             raise ValueError(f"{node} is on neither device nor host any more")
 
     def _check_unlocked(self, what: str) -> None:
@@ -684,10 +706,10 @@ def _on_device(path: list[Node], partial: Node | None, shared: int) -> int:
     """How many leading pages of a path the device has."""
     count = 0
     for node in path:
-        if node.copies[Tier.DEVICE] is None:
+        if node.copies[DEVICE] is None:
             return count
         count += node.num_pages
-    if partial is not None and partial.copies[Tier.DEVICE] is not None:
+    if partial is not None and partial.copies[DEVICE] is not None:
         count += shared
     return count
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hicache.node import Node
-from hicache.residency import protected
-from hicache.tier import Tier
+from hicache.tier import HOST, Tier
 
 __all__ = ["POLICIES", "EvictionPolicy", "EvictionQueue", "eviction_policy"]
 
@@ -117,16 +116,19 @@ class EvictionQueue:
 
     def __init__(self, tier: Tier, policy: EvictionPolicy) -> None:
         self._tier, self._policy = tier, policy
+        self._of_host = tier == HOST
         self._heap: list[tuple[int, int, Node]] = []
         self._queued: set[Node] = set()
         self._order = 0
 
     def evictable(self, node: Node) -> bool:
         """Has a copy on the tier, no child that has one, and no lock."""
+        tier = self._tier
         return (
-            node.copies[self._tier] is not None
-            and not node.num_held[self._tier]
-            and not protected(node, self._tier)
+            not node.lock_ref
+            and node.copies[tier] is not None
+            and not node.num_held[tier]
+            and not (self._of_host and node.host_ref)
         )
 
     def __contains__(self, node: Node) -> bool:

@@ -9,7 +9,7 @@ from hicache.agreement import Agreement
 from hicache.flight import ABANDON, Flight, Flights
 from hicache.node import Node, PageIndices
 from hicache.policy import HiCacheConfig, WritePolicy
-from hicache.tier import Tier
+from hicache.tier import DEVICE, HOST, Tier
 from hicache.tiered import TieredTree
 from hicache.transfer import Transfers
 
@@ -42,7 +42,7 @@ class Mover:
         selective = self._config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         needed = self._config.write_through_threshold if selective else 0
         for node in reversed(path):
-            if node.copies[Tier.HOST] is not None:
+            if node.copies[HOST] is not None:
                 break
             if node.hits >= needed:
                 self._back_up_what_fits(node)
@@ -52,9 +52,9 @@ class Mover:
         """As `backup`; of a path that is too long for the host its leading pages."""
         if self.backup(node):
             return
-        lacking = self._lacking(node, Tier.HOST)
+        lacking = self._lacking(node, HOST)
         self._tiered.hold(node)
-        room = self._tiered.allocators[Tier.HOST].num_free + self._tiered.num_evictable(Tier.HOST)
+        room = self._tiered.allocators[HOST].num_free + self._tiered.num_evictable(HOST)
         self._tiered.release(node)
         self.num_without_room += sum(one.num_pages for one in lacking) - room
         for one in lacking:
@@ -71,18 +71,18 @@ class Mover:
 
         Whether all of it is there or under way now: there may be no room.
         """
-        stretch = self._lacking(node, Tier.HOST)
+        stretch = self._lacking(node, HOST)
         if not stretch:
             return True
         assert self._transfers is not None, "without a host tier there is nothing to copy to"
         self._tiered.hold(node)
-        source = _pages(stretch, Tier.DEVICE)
+        source = _pages(stretch, DEVICE)
         target = self._tiered.take_host(len(source))
         if target is None:
             self._tiered.release(node)
             return False
-        job = self._transfers.submit(Tier.HOST, source, target)
-        self._leave(Flight(Tier.HOST, node, source, target, job, self._land))
+        job = self._transfers.submit(HOST, source, target)
+        self._leave(Flight(HOST, node, source, target, job, self._land))
         return True
 
     def load_back(self, node: Node) -> Flight | None:
@@ -90,26 +90,26 @@ class Mover:
 
         The last flight that brings some of it; None when there is no room for it.
         """
-        stretch = self._lacking(node, Tier.DEVICE)
+        stretch = self._lacking(node, DEVICE)
         if not stretch:
             return self._flight_of(node)
         assert self._transfers is not None, "what is on the host can be copied from it"
         self._tiered.hold(node)
-        source = _pages(stretch, Tier.HOST)
+        source = _pages(stretch, HOST)
         target = self.take_device(len(source))
         if target is None:
             self._tiered.release(node)
             return None
-        job = self._transfers.submit(Tier.DEVICE, target, source)
-        flight = Flight(Tier.DEVICE, node, source, target, job, self._land)
+        job = self._transfers.submit(DEVICE, target, source)
+        flight = Flight(DEVICE, node, source, target, job, self._land)
         self._leave(flight)
         self._transfers.start()
         return flight
 
     def make_room(self, num_pages: int) -> bool:
         """Whether that many device pages are free now, evicting as needed; nothing is, if it cannot."""
-        short = num_pages - self._tiered.allocators[Tier.DEVICE].num_free
-        if short > self._tiered.num_evictable(Tier.DEVICE):
+        short = num_pages - self._tiered.allocators[DEVICE].num_free
+        if short > self._tiered.num_evictable(DEVICE):
             return False
         return short <= 0 or self.evict(short) == short
 
@@ -117,28 +117,28 @@ class Mover:
         """Device pages for the cache itself, evicting as needed."""
         if not self.make_room(num_pages):
             return None
-        return self._tiered.allocators[Tier.DEVICE].take(num_pages)
+        return self._tiered.allocators[DEVICE].take(num_pages)
 
     def evict(self, num_pages: int) -> int:
         """Drop device copies, leaves first; how many pages. Under write_back they are copied first."""
         left = num_pages
         while left > 0:
-            node = self._tiered.next_victim(Tier.DEVICE, left)
+            node = self._tiered.next_victim(DEVICE, left)
             if node is None:
                 break
-            if self._writes_back and node.copies[Tier.HOST] is None:
+            if self._writes_back and node.copies[HOST] is None:
                 if self.backup(node):
                     self._await_backups()
                 else:
                     self.num_without_room += node.num_pages
             left -= node.num_pages
-            self._tiered.drop(node, Tier.DEVICE)
+            self._tiered.drop(node, DEVICE)
         return num_pages - left
 
     def _await_backups(self) -> None:
         """Wait for every copy to the host, and land them."""
         assert self._transfers is not None
-        flights = [one for one in self._flights if one.tier is Tier.HOST and not one.abandoned]
+        flights = [one for one in self._flights if one.tier is HOST and not one.abandoned]
         jobs = [flight.job for flight in flights if not hasattr(flight.job, "result")]
         self._transfers.wait(jobs, self._config.transfer_timeout_s)
         now = self._flights.clock()
@@ -153,7 +153,7 @@ class Mover:
         if not flight.abandoned:
             self._flights.place(flight, nodes, count)
         self._tiered.release(flight.node)
-        if count and flight.tier is Tier.HOST and self.on_backup is not None:
+        if count and flight.tier is HOST and self.on_backup is not None:
             self.on_backup(flight.node)
 
     def _lacking(self, node: Node, tier: Tier) -> list[Node]:
@@ -170,7 +170,7 @@ class Mover:
     def _flight_of(self, node: Node) -> Flight | None:
         """The flight that brings `node` to the device."""
         for flight in self._flights:
-            if flight.tier is Tier.DEVICE and not flight.abandoned:
+            if flight.tier is DEVICE and not flight.abandoned:
                 stretch = self._tiered.tree.stretch(flight.node, flight.num_pages)
                 if node in stretch:
                     return flight

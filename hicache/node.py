@@ -85,7 +85,7 @@ class Node:
     @property
     def resident(self) -> bool:
         """Whether at least one tier has a copy."""
-        return any(copy is not None for copy in self.copies)
+        return self.copies.count(None) < NUM_TIERS
 
     def __repr__(self) -> str:
         tiers = [i for i, copy in enumerate(self.copies) if copy is not None]

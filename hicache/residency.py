@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from hicache.node import Copy, Node
 from hicache.recorder import ResidencyRecorder
-from hicache.tier import NUM_TIERS, Tier
+from hicache.tier import DEVICE, HOST, NUM_TIERS, Tier
 
 __all__ = ["Residency"]
 
@@ -80,25 +80,25 @@ class Residency:
 
     def locked(self, node: Node) -> None:
         """The node's lock_ref went from 0 to 1."""
-        self._protect(node, Tier.DEVICE, node.num_pages)
+        self._protect(node, DEVICE, node.num_pages)
         if not node.host_ref:
-            self._protect(node, Tier.HOST, node.num_pages)
+            self._protect(node, HOST, node.num_pages)
 
     def unlocked(self, node: Node) -> None:
         """The node's lock_ref went from 1 to 0."""
-        self._protect(node, Tier.DEVICE, -node.num_pages)
+        self._protect(node, DEVICE, -node.num_pages)
         if not node.host_ref:
-            self._protect(node, Tier.HOST, -node.num_pages)
+            self._protect(node, HOST, -node.num_pages)
 
     def host_held(self, node: Node) -> None:
         """The node's host_ref went from 0 to 1."""
         if not node.lock_ref:
-            self._protect(node, Tier.HOST, node.num_pages)
+            self._protect(node, HOST, node.num_pages)
 
     def host_released(self, node: Node) -> None:
         """The node's host_ref went from 1 to 0."""
         if not node.lock_ref:
-            self._protect(node, Tier.HOST, -node.num_pages)
+            self._protect(node, HOST, -node.num_pages)
 
     def _protect(self, node: Node, tier: Tier, num_pages: int) -> None:
         if node.copies[tier] is not None:
@@ -107,6 +107,6 @@ class Residency:
 
 def protected(node: Node, tier: Tier) -> bool:
     """Whether a lock keeps the node's copy on `tier`. A store's pages are the store's to keep."""
-    if tier == Tier.DEVICE:
+    if tier == DEVICE:
         return bool(node.lock_ref)
-    return tier == Tier.HOST and bool(node.lock_ref or node.host_ref)
+    return tier == HOST and bool(node.lock_ref or node.host_ref)

@@ -9,7 +9,6 @@ L3  A page that is lost takes with it what is known of the pages below it: behin
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -66,9 +65,11 @@ class StorageTier:
         self._num_flying = 0
         host_pages = tiered.allocators[Tier.HOST].num_pages
         self._most_flying = config.storage_queue_pages or max(1, host_pages // 4)
-        self._in_air: Counter[bytes] = Counter()
+        self._in_air: dict[int, list[bytes]] = {}
+        """The keys of each write under way, by a number of its own."""
+        self._num_writes = 0
         self._lost_unknown: set[bytes] = set()
-        """Those of them that were lost before their write was acknowledged."""
+        """Keys in the air that were lost before their write was acknowledged."""
         self._ticks = self._resume_at = 0
         self._audited: Iterator[bytes] = iter(())
         self._audit_at = 0.0
@@ -180,16 +181,18 @@ class StorageTier:
             copy = one.copies[Tier.HOST]
             assert isinstance(copy, array), "R2: the host has the path"
             source += copy
-        pages = [page for one in stretch for page in self._stored_pages(one)]
+        pages: list[StoredPage] = []
+        for one in stretch:
+            pages += self._stored_pages(one)
         self._tiered.hold_host(node)
         try:
             job = self.backend.put(pages, source)
         except Exception:  # a host page is held: whatever it is, nothing was stored
             job = Future()
             job.set_result(0)
-        keys = [page.key for page in pages]
-        self._in_air.update(keys)
-        land = partial(self._land, keys)
+        number = self._num_writes = self._num_writes + 1
+        self._in_air[number] = [page.key for page in pages]
+        land = partial(self._land, number)
         self._flights.leave(Flight(self.tier, node, source, range(len(source)), job, land))
         self._num_flying += len(source)
         return len(source)
@@ -206,20 +209,18 @@ class StorageTier:
             most -= node.num_pages
         return found
 
-    def _land(self, keys: list[bytes], flight: Flight, nodes: list[Node], count: int) -> None:
+    def _land(self, number: int, flight: Flight, nodes: list[Node], count: int) -> None:
         """The store has the first `count` pages, but for those it lost again meanwhile."""
         self._num_flying -= flight.num_pages
+        keys, lost = self._in_air.pop(number), self._lost_unknown
         if not flight.abandoned:
-            known = next((i for i in range(count) if keys[i] in self._lost_unknown), count)
+            known = next((i for i in range(count) if keys[i] in lost), count) if lost else count
             for node in self._flights.place(flight, nodes, known):
                 self._register(node)
             if count < flight.num_pages:
                 self._resume_at = self._ticks + _PAUSE_TICKS
-        for key in keys:
-            self._in_air[key] -= 1
-            if not self._in_air[key]:
-                del self._in_air[key]
-                self._lost_unknown.discard(key)
+        if lost:
+            lost.intersection_update(self._keys_in_air())
         self._tiered.release_host(flight.node)
 
     # --------------------------------------------------------------------------------- losing
@@ -230,7 +231,12 @@ class StorageTier:
 
     def note_lost(self, keys: Iterable[bytes]) -> None:
         """Pages that some rank lost, before the flights of the same moment land."""
-        self._lost_unknown.update(key for key in keys if key in self._in_air)
+        if keys := set(keys):
+            self._lost_unknown |= keys.intersection(self._keys_in_air())
+
+    def _keys_in_air(self) -> Iterator[bytes]:
+        for keys in self._in_air.values():
+            yield from keys
 
     def retract(self, keys: Iterable[bytes]) -> None:
         """The same pages, afterwards: nobody is to believe in them any more (L3)."""
@@ -314,22 +320,34 @@ class StorageTier:
             return chain_seed(node.namespace)
         return self.digests(node)[-DIGEST_BYTES:]
 
-    def _stored_pages(self, node: Node) -> Iterator[StoredPage]:
-        assert node.parent is not None
-        above = None if node.parent.is_root else self.keys(node.parent)[-1]
-        size = len(node.key) // node.num_pages
-        for i, key in enumerate(self.keys(node)):
-            yield StoredPage(key, above, node.namespace, node.key[i * size : (i + 1) * size])
-            above = key
+    def _stored_pages(self, node: Node) -> list[StoredPage]:
+        keys, above, namespace, tokens = (
+            self.keys(node),
+            self._key_above(node),
+            node.namespace,
+            node.key,
+        )
+        size = len(tokens) // node.num_pages
+        return [
+            StoredPage(key, parent, namespace, tokens[at : at + size])
+            for key, parent, at in zip(
+                keys, [above, *keys[:-1]], range(0, len(tokens), size), strict=True
+            )
+        ]
+
+    def _key_above(self, node: Node) -> bytes | None:
+        parent = node.parent
+        assert parent is not None, "T1: what is written is in the tree"
+        if parent.is_root:
+            return None
+        return page_keys(self.digests(parent)[-DIGEST_BYTES:], node.namespace)[0]
 
     def _register(self, node: Node) -> None:
-        for key in self.keys(node):
-            self._directory[key] = node
+        self._directory.update(dict.fromkeys(self.keys(node), node))
 
     def _split(self, upper: Node) -> None:
         if upper.copies[self.tier] is not None:
-            for key in self.keys(upper):
-                self._directory[key] = upper
+            self._register(upper)
 
     @property
     def num_waiting(self) -> int:
@@ -344,8 +362,6 @@ class StorageTier:
 
 def page_keys(digests: bytes, namespace: Namespace) -> list[bytes]:
     """The keys of pages, from their digests one after the other."""
+    found = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
     seed = namespace_seed(namespace, HashFormat.SGLANG)
-    return [
-        page_key(digests[at : at + DIGEST_BYTES], seed)
-        for at in range(0, len(digests), DIGEST_BYTES)
-    ]
+    return found if seed is None else [page_key(digest, seed) for digest in found]

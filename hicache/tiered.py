@@ -11,7 +11,7 @@ from hicache.allocator import PageAllocator
 from hicache.eviction import EvictionQueue, eviction_policy
 from hicache.node import Copy, Node, PageIndices
 from hicache.residency import Residency
-from hicache.tier import Tier
+from hicache.tier import HOST, Tier
 from hicache.tree import RadixTree
 
 __all__ = ["TieredTree"]
@@ -93,7 +93,7 @@ class TieredTree:
             at.host_ref -= 1
             if not at.host_ref:
                 self.residency.host_released(at)
-                self.queues[Tier.HOST].offer(at)
+                self.queues[HOST].offer(at)
             at = at.parent
 
     def _lock(self, node: Node) -> None:
@@ -129,15 +129,15 @@ class TieredTree:
 
     def take_host(self, num_pages: int) -> PageIndices | None:
         """Host pages, evicting as needed; None, with nothing evicted, when that would not do."""
-        allocator = self.allocators[Tier.HOST]
+        allocator = self.allocators[HOST]
         short = num_pages - allocator.num_free
-        if short > self.num_evictable(Tier.HOST):
+        if short > self.num_evictable(HOST):
             return None
         while short > 0:
-            node = self.next_victim(Tier.HOST, short)
+            node = self.next_victim(HOST, short)
             assert node is not None, "R3: what is not protected can be evicted, leaves first"
             short -= node.num_pages
-            self.drop(node, Tier.HOST)
+            self.drop(node, HOST)
         return allocator.take(num_pages)
 
     def clear(self) -> None:

@@ -4,7 +4,8 @@ T1  A node's key is one or more whole pages of tokens, and it is its parent's ch
 T2  Every page of the tree has a number of its own, its block id; a node's ids are consecutive.
 T3  A node's lock_ref is its own pins and moves and its children's lock_refs together; host_ref is its
     own host_pins and its children's host_refs.
-T4  A split changes neither a page's id, lock, copies nor what is on its way.
+T4  A split changes neither a page's id, lock, copies nor what is on its way. The prompt that ends with a
+    node is the same as long as the node is in the tree.
 """
 
 from __future__ import annotations
@@ -64,13 +65,20 @@ class RadixTree:
         """The root of a namespace. One without children is made on demand and not kept."""
         return self._roots.get(namespace) or Node(None, b"", 0, -1, namespace)
 
-    def walk(self, tokens: bytes, namespace: Namespace) -> Walk:
-        """Follow a prompt's whole pages as far as the tree goes. Changes nothing."""
+    def walk(self, tokens: bytes, namespace: Namespace, known: Node | None = None) -> Walk:
+        """Follow a prompt's whole pages as far as the tree goes. Changes nothing.
+
+        `known`: a node of the tree at which the prompt was seen to pass; so far it is not compared again.
+        """
         node = self._roots.get(namespace)
         path: list[Node] = []
         if node is None:
             return Walk(path, 0, None, 0)
         page, at = self.page_bytes, 0
+        if known is not None:
+            path = self.path(known)
+            at = sum(one.num_pages for one in path) * page
+            node = known
         end = len(tokens) - len(tokens) % page
         while at < end:
             child = node.children.get(tokens[at : at + page])
@@ -83,6 +91,16 @@ class RadixTree:
             at += len(child.key)
             node = child
         return Walk(path, at // page, None, 0)
+
+    def path(self, node: Node) -> list[Node]:
+        """The nodes from below the root to `node`."""
+        found = []
+        at: Node | None = node
+        while at is not None and at.key:
+            found.append(at)
+            at = at.parent
+        found.reverse()
+        return found
 
     def add(self, parent: Node, key: bytes) -> Node:
         """A new child below `parent`, with new ids. `key` is whole pages, the first not taken."""

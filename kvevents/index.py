@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from kvevents.columns import Columns
 from kvevents.events import BlockRemoved, BlockStored, Event, StorageMedium, medium_of
@@ -28,10 +31,9 @@ _MEDIA = tuple(StorageMedium)
 _BIT = {medium: 1 << i for i, medium in enumerate(_MEDIA)}
 _MEDIUM = {bit: medium for medium, bit in _BIT.items()}
 _ALL = (1 << len(_MEDIA)) - 1
-_new_block = tuple.__new__  # half of what a named tuple's own constructor takes
 
 
-class Block(NamedTuple):
+class Block(msgspec.Struct, frozen=True, gc=False):
     """A resident block. `media` has bit i set for the i-th `StorageMedium`."""
 
     parent: BlockHash | None
@@ -141,21 +143,15 @@ class BlockIndex:
         if count == 1:
             if hashes[0] in blocks:
                 return False
-            blocks[hashes[0]] = _new_block(Block, (parent, packed, None, BASE, event.lora_id, bit))
+            blocks[hashes[0]] = Block(parent, packed, None, BASE, event.lora_id, bit)  # type: ignore[arg-type]
         else:
             new = dict.fromkeys(hashes)
             if len(new) != count or not blocks.keys().isdisjoint(new):
                 return False
             texts = [packed[at : at + step] for at in range(0, count * step, step)]
-            parts = zip(
-                [parent, *hashes[:-1]],
-                texts,
-                repeat(None),
-                repeat(BASE),
-                repeat(event.lora_id),
-                repeat(bit),
-            )
-            blocks.update(zip(hashes, map(_new_block, repeat(Block), parts), strict=True))
+            parents = [parent, *hashes[:-1]]
+            new_blocks = _blocks_of(parents, texts, event.lora_id, bit)  # type: ignore[arg-type]
+            blocks.update(zip(hashes, new_blocks, strict=True))
         self._counts[medium] += count
         return True
 
@@ -179,7 +175,7 @@ class BlockIndex:
             at += count
             last = hashes[at - 1]
         if columns.blocks is None:
-            columns.blocks = _blocks_of(columns)
+            columns.blocks = _blocks_in(columns)
         self.block_size = size
         blocks.update(zip(hashes, columns.blocks, strict=True))
         self._counts[columns.medium] += len(hashes)
@@ -209,7 +205,7 @@ class BlockIndex:
             elif held.media & bit:
                 self.oddities.stored_again += 1
             else:
-                self._blocks[block_hash] = held._replace(media=held.media | bit)
+                self._blocks[block_hash] = replace(held, media=held.media | bit)
                 self._counts[medium] += 1
             parent = block_hash
 
@@ -226,7 +222,7 @@ class BlockIndex:
             self._uncount(gone)
             left = held.media & ~gone
             if left:
-                blocks[block_hash] = held._replace(media=left)
+                blocks[block_hash] = replace(held, media=left)
             else:
                 self._drop(block_hash, held)
 
@@ -336,7 +332,9 @@ class BlockIndex:
                 if last is not None and (
                     len(chain) == longest
                     or block.parent != chain[-1]
-                    or block[3:] != last[3:]
+                    or block.media != last.media
+                    or block.namespace != last.namespace
+                    or block.lora_id != last.lora_id
                     or bool(block.tokens) != bool(last.tokens)
                 ):
                     yield chain
@@ -370,7 +368,14 @@ class BlockIndex:
         ]
 
 
-def _blocks_of(columns: Columns) -> list[Block]:
+def _blocks_of(
+    parents: list[BlockHash | None], texts: list[bytes], lora_id: int | None, bit: int
+) -> Iterator[Block]:
+    """One for each text, in the base namespace."""
+    return map(Block, parents, texts, repeat(None), repeat(BASE), repeat(lora_id), repeat(bit))
+
+
+def _blocks_in(columns: Columns) -> list[Block]:
     """Of stores alone."""
     packed, step = columns.packed, columns.block_size * TOKEN_BYTES
     parents, hashes = columns.parents, columns.hashes
@@ -379,15 +384,8 @@ def _blocks_of(columns: Columns) -> list[Block]:
         for parent, count in zip(columns.parents, columns.counts, strict=True):
             parents += (parent, *hashes[at : at + count - 1])
             at += count
-    parts = zip(
-        parents,
-        [packed[at : at + step] for at in range(0, len(packed), step)],
-        repeat(None),
-        repeat(BASE),
-        repeat(None),
-        repeat(_BIT[columns.medium]),
-    )
-    return list(map(_new_block, repeat(Block), parts))
+    texts = [packed[at : at + step] for at in range(0, len(packed), step)]
+    return list(_blocks_of(parents, texts, None, _BIT[columns.medium]))
 
 
 def _fit(keys: object, blocks: int) -> bool:

@@ -323,7 +323,7 @@ class ForeignState:
         held = [(at, self._index.block(name)) for at, name in enumerate(names, start)]
         told = _blocks_of(event) if any(block for _, block in held) else []
         for at, block in held:
-            if block is not None and block._replace(media=0) != told[at]:
+            if block is not None and msgspec.structs.replace(block, media=0) != told[at]:
                 if start < at:
                     yield piece_of(event, start, at)
                 yield self._index.told_on(names[at - stop], medium_of(event))

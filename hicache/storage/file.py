@@ -8,6 +8,9 @@ F1  What is stored is closed: a page's parent is stored too, or it starts a prom
 F2  Only the writing thread changes files. The reading thread takes what it finds damaged out of the index
     and leaves the file to the writing thread, which does not touch one that was stored again by then.
 F3  The index's lock is never held while a file is read, written or removed.
+
+A page's checksum takes as long as writing it does, so that of a large one is computed meanwhile, by a
+third thread.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from zlib import crc32
 
 from hicache.background import BackgroundThread
 from hicache.node import PageIndices
@@ -33,6 +37,9 @@ __all__ = ["FileStorage"]
 
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 """Errors that say nothing about the file."""
+
+_LARGE = 256 << 10
+"""Bytes whose checksum takes longer than having another thread compute it."""
 
 
 class _Refused(Exception):
@@ -82,6 +89,7 @@ class FileStorage:
             self._folder.close()
             raise StorageError(f"directory: {directory}: {error}") from None
         self._writer = BackgroundThread("kv-storage-write")
+        self._summer = BackgroundThread("kv-storage-sum")
         self._reader = BackgroundThread("kv-storage-read")
 
     def attach(self, pool: HostPool) -> None:
@@ -153,6 +161,7 @@ class FileStorage:
         self._closing = True
         self._reader.close()
         self._writer.close()
+        self._summer.close()
         self._folder.close()
 
     # ------------------------------------------------------------------------- the reading thread
@@ -225,7 +234,9 @@ class FileStorage:
         size, room = self._folder.size_of(page), self._room(1)
         if size > room:
             raise _Refused(f"no room for {size} bytes within max_bytes and min_free_bytes")
-        self._folder.write(page, content)
+        large = len(content) >= _LARGE
+        checksum = self._summer.submit(crc32, content).result if large else None
+        self._folder.write(page, content, checksum)
         with self._lock:
             closed = self._chains.has_parent(page) and cleared == self._cleared
             if closed:

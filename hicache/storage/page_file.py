@@ -11,6 +11,7 @@ knows no footer. There is no fsync: what a crash tears apart, the checksums find
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
@@ -55,16 +56,28 @@ def encode_metadata(page: StoredPage, fingerprint: str) -> bytes:
     return _encode(_Metadata(*page, fingerprint))
 
 
-def write_page(path: str, temporary: str, content: memoryview, metadata: bytes) -> None:
+def write_page(
+    path: str,
+    temporary: str,
+    content: memoryview,
+    metadata: bytes,
+    checksum: Callable[[], int] | None = None,
+) -> None:
     """Write a page's file in one step: `path` has all of it, or what it had before.
 
-    Makes the folder where it is missing. Raises OSError.
+    `checksum` waits for the content's CRC-32, where somebody else computes it meanwhile; else it is
+    computed here. Makes the folder where it is missing. Raises OSError, and what `checksum` raises.
     """
-    footer = _FOOTER.pack(len(content), len(metadata), crc32(content), crc32(metadata), _MAGIC)
     try:
-        _write_file(temporary, [content, metadata + footer])
-        Path(temporary).replace(path)
-    except OSError:
+        fd = _create(temporary)
+        try:
+            _write(fd, content)
+            checksums = checksum() if checksum else crc32(content), crc32(metadata)
+            _write(fd, metadata + _FOOTER.pack(len(content), len(metadata), *checksums, _MAGIC))
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)  # noqa: PTH105  a Path costs as much as the call
+    except BaseException:
         with suppress(OSError):
             Path(temporary).unlink()
         raise
@@ -78,7 +91,7 @@ def read_page(path: str, num_bytes: int, key: bytes, fingerprint: str, content: 
     trailer = bytearray(max(num_bytes - len(content), footer_size) + 1)  # one more: is it longer?
     fd = os.open(path, _READ)
     try:
-        length = _read_into(fd, [content, memoryview(trailer)])
+        length = _read_into(fd, [content, memoryview(trailer)], num_bytes)
     finally:
         os.close(fd)
     if length != num_bytes:
@@ -126,24 +139,24 @@ def _parse(trailer: memoryview, num_bytes: int, page_bytes: int) -> tuple[_Metad
         raise BadPage(f"its metadata: {error}") from None
 
 
-def _write_file(path: str, parts: list[memoryview | bytes]) -> None:
+def _create(path: str) -> int:
     try:
-        fd = os.open(path, _WRITE, 0o600)  # it names the prompt's tokens
+        return os.open(path, _WRITE, 0o600)  # it names the prompt's tokens
     except FileNotFoundError:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, _WRITE, 0o600)
-    try:
-        left = [memoryview(part) for part in parts]
-        while left:
-            left = _behind(left, os.writev(fd, left))
-    finally:
-        os.close(fd)
+        return os.open(path, _WRITE, 0o600)
 
 
-def _read_into(fd: int, parts: list[memoryview]) -> int:
-    """Fill the parts as far as the file goes; how many bytes."""
+def _write(fd: int, data: memoryview | bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _read_into(fd: int, parts: list[memoryview], num_bytes: int) -> int:
+    """Fill the parts as far as the file goes; how many bytes. Exactly `num_bytes` are its end."""
     length = 0
-    while parts and (count := os.preadv(fd, parts, length)):
+    while parts and length != num_bytes and (count := os.preadv(fd, parts, length)):
         length += count
         parts = _behind(parts, count)
     return length

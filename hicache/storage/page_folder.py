@@ -68,11 +68,17 @@ class PageFolder:
         metadata = encode_metadata(page, self._fingerprint)
         return self._page_bytes + len(metadata) + footer_size
 
-    def write(self, page: StoredPage, content: memoryview) -> None:
-        """Write or replace a page's file. Raises OSError, and nothing has changed then."""
+    def write(
+        self, page: StoredPage, content: memoryview, checksum: Callable[[], int] | None = None
+    ) -> None:
+        """Write or replace a page's file. Raises OSError, and nothing has changed then.
+
+        `checksum`: see `write_page`.
+        """
         path = self._path(page.key)
         temporary = f"{path.rpartition('/')[0]}/{self._temporary}"
-        write_page(path, temporary, content, encode_metadata(page, self._fingerprint))
+        metadata = encode_metadata(page, self._fingerprint)
+        write_page(path, temporary, content, metadata, checksum)
 
     def read(self, key: bytes, num_bytes: int, content: memoryview) -> None:
         """Fill `content` from a page's file. Raises OSError, and BadPage if it is not that page's."""

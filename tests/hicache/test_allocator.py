@@ -124,3 +124,42 @@ def test_a_negative_number_is_refused() -> None:
     """Fewer than no pages cannot be allocated."""
     with pytest.raises(ValueError, match="num_pages: -1 is negative"):
         PageAllocator(3).allocate(-1)
+
+
+@given(data=st.data())
+def test_pages_come_back_in_any_pieces(data: st.DataObject) -> None:
+    """Whatever part of what was lent comes back, in whatever order, is taken; what is not lent, or comes
+    twice, is refused and changes nothing. A caller that writes into its array changes nothing either.
+    """
+    allocator = PageAllocator(80)
+    counts = data.draw(st.lists(st.integers(1, 40), max_size=4))
+    lent = [pages for count in counts if (pages := allocator.allocate(count)) is not None]
+    out = {page for pages in lent for page in pages}
+    while lent:
+        pages = lent[data.draw(st.integers(0, len(lent) - 1))]
+        first = data.draw(st.sampled_from([0, len(pages) // 2]))
+        piece = pages[first : first + data.draw(st.integers(1, 40))]
+        if data.draw(st.booleans()):
+            piece.reverse()
+        if data.draw(st.integers(0, 3)) == 0:
+            before = (allocator.num_free, allocator.lent_pages())
+            with pytest.raises(ValueError, match="page index"):
+                allocator.free(piece + piece[-1:])
+            assert (allocator.num_free, allocator.lent_pages()) == before
+        allocator.free(piece)
+        out -= set(piece)
+        lent = [rest for one in lent if (rest := array("q", [i for i in one if i in out]))]
+        assert (allocator.lent_pages(), allocator.num_lent) == (out, len(out))
+        assert allocator.num_free == 80 - len(out)
+
+
+def test_the_callers_array_is_its_own() -> None:
+    """What a caller writes into the array that it was given does not change what it was lent."""
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(2)
+    assert pages is not None
+    lent = set(pages)
+    pages[1] = pages[0]
+    assert allocator.lent_pages() == lent
+    with pytest.raises(ValueError, match="comes twice"):
+        allocator.adopt(pages)

@@ -75,6 +75,52 @@ def test_a_match_is_in_whole_pages(length: int, num_pages: int) -> None:
     assert cache.violations() == []
 
 
+@pytest.mark.parametrize(
+    "between", ["nothing", "split", "grown", "evicted", "flushed", "another namespace", "inserted"]
+)
+def test_an_insert_may_go_on_where_its_match_ended(between: str) -> None:
+    """A prompt that comes packed is not compared twice, and what is in the cache is nevertheless what it
+    would be: whatever became of the matched prefix meanwhile.
+    """
+    cache, namespace = new_cache(12), BASE
+    packed = pack_tokens([*A, *B])
+    put(cache, A)
+    match = cache.match_prefix(packed)
+    assert match.num_pages == 3
+    match between:
+        case "split":
+            put(cache, [*A[:4], *C])
+        case "grown":
+            put(cache, [*A, *B, *C])
+        case "evicted":
+            cache.evict(2)
+        case "flushed":
+            cache.flush()
+        case "another namespace":
+            namespace = NAMESPACES[1]
+        case "inserted":
+            put(cache, [*A, *C])
+    before = resident(cache)
+    held = len(cache.match_prefix(pack_tokens([*A, *B]), namespace).page_indices)
+    pages = cache.allocate(4)
+    assert pages is not None
+    insertion = cache.insert(packed, pages, namespace)
+    cache.free(pages[: insertion.num_existing])
+    assert insertion.num_existing == held
+    assert resident(cache) == before | set(block_hashes(packed, 4, namespace))
+    assert cache.match_prefix(packed, namespace).num_pages == 4
+    assert cache.violations() == []
+
+
+def test_prompts_that_were_only_matched_are_let_go() -> None:
+    """However many are matched and never inserted, the cache remembers few of them."""
+    cache = new_cache(8)
+    put(cache, A)
+    for last in range(100, 400):
+        cache.match_prefix(pack_tokens([*A, last]))
+    assert len(cache._walked) <= 64
+
+
 def test_a_match_ends_where_the_tokens_differ() -> None:
     """The page in which the prompt leaves what is cached is not matched."""
     cache = new_cache(4)

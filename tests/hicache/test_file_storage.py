@@ -33,7 +33,7 @@ from storage_rig import (
     put,
 )
 
-from hicache.pool import MLAShape
+from hicache.pool import HostPool, KVShape, MLAShape
 from hicache.storage.backend import StorageBackend, StorageError, StoredPage
 from hicache.storage.chains import violations
 from hicache.storage.file import FileStorage
@@ -112,6 +112,35 @@ def sizes_of(pages: list[StoredPage]) -> dict[bytes, int]:
 
 
 # ------------------------------------------------------------------------------------- the files
+
+
+def test_a_large_page_has_its_checksum(tmp_path: Path) -> None:
+    """Which is computed while it is written: it comes back whole, also in a later run, and a changed byte
+    is found out.
+    """
+    form = PageFormat("org/model@1", KVShape(8, 8, 64, torch.bfloat16), page_size=16)
+    pool, pages = HostPool(2, form.page_size, form.shape), PROMPT[:2]
+    content = Random(0).randbytes(form.bytes_per_page)
+    keys = [page.key for page in pages]
+    for run in range(2):
+        with closing(FileStorage(tmp_path, form, min_free_bytes=0)) as storage:
+            storage.attach(pool)
+            if run == 0:
+                for page in range(2):
+                    pool.page(page)[:] = content
+                assert storage.put(pages, array("q", range(2))).result(TIMEOUT_S) == 2
+            for page in range(2):
+                pool.page(page)[:] = bytes(form.bytes_per_page)
+            assert storage.get(keys, array("q", range(2))).result(TIMEOUT_S) == 2
+            assert [bytes(pool.page(page)) for page in range(2)] == [content, content]
+    path = tmp_path / file_keys(form)(keys[1])[0]
+    changed = bytearray(path.read_bytes())
+    changed[form.bytes_per_page // 2] ^= 1
+    path.write_bytes(changed)
+    with closing(FileStorage(tmp_path, form, min_free_bytes=0)) as storage:
+        storage.attach(pool)
+        assert storage.get(keys, array("q", range(2))).result(TIMEOUT_S) == 1
+        assert storage.stats.rejected == 1
 
 
 def test_a_page_is_the_first_bytes_of_its_file(rig: FileRig) -> None:

@@ -271,7 +271,7 @@ def held() -> Iterator[tuple[HeldPool, HostPool, CpuTransfers]]:
     """A copier whose copies are held back."""
     pool = HeldPool()
     host = HostPool(NUM_HOST_PAGES, PAGE_SIZE, pool.shape)
-    transfers = CpuTransfers(pool, host)
+    transfers = CpuTransfers(pool, host, at_once_bytes=0)
     yield pool, host, transfers
     pool.let_go.set()
     transfers.close()
@@ -287,6 +287,33 @@ def test_start_does_not_wait_for_the_copy(held: tuple[HeldPool, HostPool, CpuTra
     pool.let_go.set()
     transfers.wait([job], TIMEOUT_S)
     assert job.poll() is True
+
+
+def test_a_small_batch_is_copied_at_once() -> None:
+    """Up to `at_once_bytes` a batch is there when `start` returns; one of more is left to the thread."""
+    pool = HeldPool()
+    host = HostPool(NUM_HOST_PAGES, PAGE_SIZE, pool.shape)
+    transfers = CpuTransfers(pool, host, at_once_bytes=2 * host.bytes_per_page)
+    job = transfers.submit(Tier.HOST, array("q", [1, 2, 3]), array("q", [1, 2, 3]))
+    transfers.start()
+    assert job.poll() is None
+    pool.let_go.set()
+    small = transfers.submit(Tier.HOST, array("q", [4, 5]), array("q", [4, 5]))
+    transfers.start()
+    assert small.poll() is True
+    transfers.wait([job], TIMEOUT_S)
+    transfers.close()
+
+
+def test_large_pages_are_the_same_bytes_on_both_sides() -> None:
+    """Pages that are copied one by one, in both directions."""
+    rig = Rig("cpu", KVShape(2, 40, 128))
+    assert rig.host.bytes_per_page > 1 << 16
+    on_device, on_host = rig.device_pages(), rig.host_pages()
+    rig.finish(rig.submit(Tier.HOST, [11, 0], [2, 19]), rig.submit(Tier.DEVICE, [3, 9], [10, 18]))
+    assert [rig.host_pages()[page] for page in (2, 19)] == [on_device[11], on_device[0]]
+    assert [rig.device_pages()[page] for page in (3, 9)] == [on_host[10], on_host[18]]
+    rig.transfers.close()
 
 
 def test_waiting_ends_at_its_deadline(held: tuple[HeldPool, HostPool, CpuTransfers]) -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
+
+from benchmarks.kit.common.home import bench_home
 
 __all__ = ["ChildFailed", "JsonChild", "PeerProcess", "kit_module"]
 
 LOG_END = 4000
+_ROOT = Path(__file__).parents[3]
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_ROOT), "BENCH_HOME": str(bench_home())}
 
 
 class ChildFailed(RuntimeError):
@@ -31,9 +37,13 @@ class JsonChild:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._name = " ".join(command)
-        self._log = tempfile.TemporaryFile(prefix="bench-log-")  # noqa: SIM115 -- closed in stop
+        self._log = tempfile.TemporaryFile(prefix="bench-log-")  # noqa: SIM115  closed in stop
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=_ENVIRONMENT,
         )
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -68,7 +78,8 @@ class JsonChild:
             return None
         if line is None:
             raise ChildFailed(self._failure("ended"))
-        return json.loads(line)
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -103,12 +114,16 @@ class PeerProcess(JsonChild):
     def __init__(self, name: str, command: Sequence[str], *, start_s: float = 180.0) -> None:
         super().__init__(command)
         self.name = name
+        self.version = ""
+        """Once it is ready."""
         self._start_s = start_s
 
     def wait_ready(self) -> Self:
         """Wait for its first line. Raises ChildFailed."""
-        if "ready" not in self.receive(self._start_s):
+        ready = self.receive(self._start_s).get("ready")
+        if ready is None:
             raise ChildFailed(self._failure("did not say that it is ready"))
+        self.version = ready["version"]
         return self
 
     def ask(self, do: str, *, timeout_s: float = 580.0, **arguments: Any) -> dict[str, Any]:
@@ -120,4 +135,5 @@ class PeerProcess(JsonChild):
         answer = self.receive(timeout_s)
         if "ok" not in answer:
             raise ChildFailed(self._failure(f"refused: {answer.get('error')}"))
-        return answer["ok"]
+        found: dict[str, Any] = answer["ok"]
+        return found

@@ -11,10 +11,12 @@ __all__ = ["CachePeer", "PublisherPeer", "StoredBlocks"]
 
 
 class StoredBlocks(NamedTuple):
-    """One stored event: chained blocks after `parent`. Hashes are signed 64-bit integers."""
+    """One stored event: chained blocks after the parent, None at the start of a prompt. Hashes are
+    signed 64-bit integers.
+    """
 
     block_hashes: list[int]
-    parent_block_hash: int
+    parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
 
@@ -25,8 +27,14 @@ class PublisherPeer(ABC):
     first_sequence = 0  # sequence number of the first batch; each publish() adds one
 
     @abstractmethod
-    def start(self, endpoint: str, replay_endpoint: str | None, buffer_batches: int) -> None:
+    def start(
+        self, endpoint: str, replay_endpoint: str | None, buffer_batches: int, block_size: int
+    ) -> None:
         """Bind both loopback endpoints. With a replay endpoint keep `buffer_batches`."""
+
+    def start_sinks(self, sinks: Sequence[tuple[str, str]], block_size: int) -> None:
+        """Bind several outputs instead, a dialect and an endpoint each. Most peers have one alone."""
+        raise ValueError(f"one output alone, not {len(sinks)} of blocks of {block_size}")
 
     def prepare(self, batch: Sequence[StoredBlocks]) -> Any:
         """The batch as the engine would hold it before publishing. Not timed."""
@@ -36,11 +44,19 @@ class PublisherPeer(ABC):
     def publish(self, batch: Any) -> None:
         """Publish one prepared batch. Timed: this is what the engine's thread waits for."""
 
+    def publish_all(self, batch: Any) -> None:
+        """As `publish`, but wait where the publisher would refuse it. Timed, in a flood."""
+        self.publish(batch)
+
+    def counts(self) -> dict[str, int]:
+        """What else the peer has counted since `start`, for the report of a workload."""
+        return {}
+
     def backlog(self) -> int:
         """Batches accepted and not sent yet."""
         return 0
 
-    def encode(self, batch: Any) -> bytes | None:
+    def encode(self, batch: Any) -> bytes | None:  # noqa: ARG002  most have nothing to show
         """The payload of a prepared batch; None when the peer cannot show it."""
         return None
 
@@ -80,5 +96,5 @@ class CachePeer(ABC):
         evicted_tokens.
         """
 
-    def check(self) -> None:  # noqa: B027 -- optional
+    def check(self) -> None:  # noqa: B027  optional
         """Raise AssertionError when the cache's own books do not balance."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter_ns as now
 from typing import Any
 
-from . import quiet  # noqa: F401 -- first
+from . import quiet  # noqa: F401  first
 from .absent import stand_in
 
 if home := os.environ.get("BENCH_HOME"):  # the first event compiles a SHA-256 extension
@@ -51,7 +51,12 @@ class HostCopies:
         self.tokens = 0
 
     def __call__(
-        self, src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
+        self,
+        src_layers: Any,
+        dst_layers: Any,
+        src_indices: Any,
+        dst_indices: Any,
+        page_size: int,  # noqa: ARG002
     ) -> None:
         self.tokens += len(src_indices)
         if self.real:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ class CacheWorkload:
             "replay": self.replay,
             "memory": self.memory,
             "growth": self.growth,
+            "crowd": self.crowd,
         }
 
     def options(self, values: dict[str, str]) -> dict[str, Any]:
@@ -87,21 +89,17 @@ class CacheWorkload:
         two are not counted. What `build` itself takes is given per block of capacity.
         """
         length = 24 * PER_BLOCK // page_size * page_size
-        gc.collect()
-        before = resident_bytes()
+        before = _held_bytes()
         self._peer.build(page_size, device_tokens + length, host_ratio, events=events)
-        gc.collect()
-        built = resident_bytes()
+        built = _held_bytes()
         prompts = device_tokens // length
         self._store(min(2, prompts), length)
-        gc.collect()
-        warm = resident_bytes()
+        warm = _held_bytes()
         self._store(prompts - 2, length)
-        gc.collect()
         blocks = max(1, (prompts - 2) * (length // page_size))
         return {
             "blocks": blocks,
-            "bytes_per_block": round((resident_bytes() - warm) / blocks, 1),
+            "bytes_per_block": round((_held_bytes() - warm) / blocks, 1),
             "build_bytes_per_block": round((built - before) / (device_tokens // page_size), 1),
         }
 
@@ -119,6 +117,26 @@ class CacheWorkload:
         """
         rows = [self._insert_below(depth, page_size, events=events) for depth in depths]
         rows += [self._evict(pages, page_size, events=events) for pages in evictions]
+        return {"rows": rows}
+
+    def crowd(
+        self, page_size: int, *, events: bool, sizes: Sequence[int], tries: int = 65
+    ) -> dict[str, Any]:
+        """One new prompt of 64 pages in a cache that holds so many pages already, with room for it.
+
+        Timed as in `growth`. What is there are prompts of 64 pages too.
+        """
+        per_prompt = 64
+        most = (max(sizes) // per_prompt + (tries + 1) * len(sizes)) * per_prompt
+        self._peer.build(page_size, most * page_size, 0, events=events)
+        rows, held = [], 0
+        for size in sizes:
+            prompts = size // per_prompt - held
+            self._store(prompts, per_prompt * page_size)
+            with quiet_gc():
+                costs = [self._run(self._new_prompt(per_prompt * page_size)) for _ in range(tries)]
+            held += prompts + tries
+            rows.append({"case": "insert 64 pages", "pages": size, **_middle(costs[1:])})
         return {"rows": rows}
 
     def _insert_below(
@@ -166,6 +184,13 @@ class CacheWorkload:
         del taken  # freeing the events is not timed
         calls = self._peer.stats()["calls"]
         return {"total": total, **{name: calls[name] - before[name] for name in calls}}
+
+
+def _held_bytes() -> int:
+    """Resident, without what is free and kept for later: that would be filled first, and not show."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return resident_bytes()
 
 
 def _count(events: Iterable[Any], into: dict[str, list[int]]) -> None:

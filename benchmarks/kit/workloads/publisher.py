@@ -33,6 +33,8 @@ class PublisherWorkload:
         self._random = random.Random(0)
         self._next_block = 0
         self._batches: list[Any] = []
+        self._used = 0  # of the batches, by the workloads since `prepare`
+        self._block_size = 0
         self._next_sequence = 0
         self._steps: dict[tuple[float, float], Callable[[], None]] = {}
         self.requests: dict[str, Callable[..., dict[str, Any]]] = {
@@ -51,30 +53,38 @@ class PublisherWorkload:
         }
 
     def start(
-        self, endpoint: str, replay_endpoint: str | None, buffer_batches: int
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        buffer_batches: int,
+        block_size: int,
+        sinks: list[tuple[str, str]] | None = None,
     ) -> dict[str, Any]:
-        self._peer.start(endpoint, replay_endpoint, buffer_batches)
+        """With `sinks`, a dialect and an endpoint each, instead of one output."""
+        self._block_size = block_size
+        if sinks is None:
+            self._peer.start(endpoint, replay_endpoint, buffer_batches, block_size)
+        else:
+            self._peer.start_sinks(sinks, block_size)
         self._next_sequence = self._peer.first_sequence
         return {}
 
     def probe(self) -> dict[str, Any]:
         """Publish one small batch, so that a subscriber can show that it is there."""
-        self._peer.publish(self._peer.prepare([self._event(1, 1)]))
+        self._peer.publish(self._peer.prepare(self._prompt(1, 1)))
         self._next_sequence += 1
         return {}
 
-    def prepare(self, batches: int, events: int, blocks: int, block_size: int) -> dict[str, Any]:
-        """Make the batches that the next workload publishes."""
-        self._batches = [
-            self._peer.prepare([self._event(blocks, block_size) for _ in range(events)])
-            for _ in range(batches)
-        ]
+    def prepare(self, batches: int, events: int, blocks: int) -> dict[str, Any]:
+        """Make the batches that the next workloads publish, in order; each is one new prompt."""
+        self._batches = [self._peer.prepare(self._prompt(events, blocks)) for _ in range(batches)]
+        self._used = 0
         return {}
 
     def flood(self) -> dict[str, Any]:
         """Publish without a pause."""
         sent, spent = [], []
-        publish, batches = self._peer.publish, self._batches
+        publish, batches = self._peer.publish_all, self._take(None)
         with quiet_gc():
             for batch in batches:
                 sent.append(monotonic())
@@ -86,7 +96,7 @@ class PublisherWorkload:
     def rate(self, per_second: float) -> dict[str, Any]:
         """Publish at a fixed rate, asleep in between."""
         sent, spent = [], []
-        publish, batches = self._peer.publish, self._batches
+        publish, batches = self._peer.publish, self._take(None)
         with quiet_gc():
             begin = monotonic() + 0.05
             for index, batch in enumerate(batches):
@@ -98,17 +108,20 @@ class PublisherWorkload:
                 spent.append(now() - start)
         return self._report(sent, spent)
 
-    def busy(self, step_us: float, free_share: float, *, publish: bool) -> dict[str, Any]:
-        """One step of interpreter work per batch; a share of it may release the interpreter lock.
+    def busy(
+        self, step_us: float, free_share: float, steps: int, *, publish: bool
+    ) -> dict[str, Any]:
+        """Steps of interpreter work, a batch each; a share of it may release the interpreter lock.
 
         Without `publish`, the same steps publish nothing: what a step costs alone.
         """
         step = self._step(step_us, free_share)
-        sent, spent, steps = [], [], []
+        batches = self._take(steps) if publish else [None] * steps
+        sent, spent, took = [], [], []
         with quiet_gc():
             gc.disable()
             begin = now()
-            for batch in self._batches:
+            for batch in batches:
                 start = now()
                 step()
                 if publish:
@@ -116,18 +129,16 @@ class PublisherWorkload:
                     put = now()
                     self._peer.publish(batch)
                     spent.append(now() - put)
-                steps.append(now() - start)
+                took.append(now() - start)
             total = now() - begin
-            backlog = self._peer.backlog()
+            ended = monotonic()
             gc.enable()
         report = self._report(sent, spent) if publish else {}
         return {
             **report,
-            "steps": len(steps),
             "total_s": total / 1e9,
-            "step_p50_us": percentile(steps, 50) / 1e3,
-            "step_p99_us": percentile(steps, 99) / 1e3,
-            "backlog": backlog,
+            "steps_us": [one / 1e3 for one in took],
+            "ended": ended,
         }
 
     def drain(self, timeout_s: float = 30.0) -> dict[str, Any]:
@@ -155,13 +166,20 @@ class PublisherWorkload:
         self._batches = []
         return {}
 
-    def _event(self, blocks: int, block_size: int) -> StoredBlocks:
-        length = blocks * block_size
+    def _prompt(self, events: int, blocks: int) -> list[StoredBlocks]:
+        """A prompt that nobody has sent before: each event continues the one before."""
+        length = blocks * self._block_size
         pieces = -(-length // PER_BLOCK)
-        ids = range(self._next_block, self._next_block + pieces)
-        self._next_block += pieces
-        hashes = [self._random.getrandbits(64) - (1 << 63) for _ in range(blocks + 1)]
-        return StoredBlocks(hashes[1:], hashes[0], sequence(ids, length).tolist(), block_size)
+        parent: int | None = None
+        prompt = []
+        for _ in range(events):
+            ids = range(self._next_block, self._next_block + pieces)
+            self._next_block += pieces
+            hashes = [self._random.getrandbits(64) - (1 << 63) for _ in range(blocks)]
+            tokens = sequence(ids, length).tolist()
+            prompt.append(StoredBlocks(hashes, parent, tokens, self._block_size))
+            parent = hashes[-1]
+        return prompt
 
     def _step(self, step_us: float, free_share: float) -> Callable[[], None]:
         """Calibrated once, so that steps with and without publishing do the same work."""
@@ -169,6 +187,14 @@ class PublisherWorkload:
         if shape not in self._steps:
             self._steps[shape] = _calibrated_step(*shape)
         return self._steps[shape]
+
+    def _take(self, count: int | None) -> list[Any]:
+        """The next of the prepared batches; None: all that are left."""
+        end = len(self._batches) if count is None else self._used + count
+        taken, self._used = self._batches[self._used : end], end
+        if count is not None and len(taken) < count:
+            raise ValueError(f"{count} batches asked for, {len(taken)} left")
+        return taken
 
     def _report(self, sent: list[float], spent: list[int]) -> dict[str, Any]:
         first, self._next_sequence = self._next_sequence, self._next_sequence + len(sent)
@@ -179,6 +205,7 @@ class PublisherWorkload:
             "publish_p50_us": percentile(spent, 50) / 1e3,
             "publish_p99_us": percentile(spent, 99) / 1e3,
             "publish_max_us": max(spent, default=0) / 1e3,
+            **self._peer.counts(),
         }
 
 
