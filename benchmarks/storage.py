@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.figures import Figure, Reach, at_least, compared, skipped
+from benchmarks.figures import Figure, Reach, at_least, compared, skipped, spread
 from benchmarks.options import Options
 from benchmarks.report import run_alone
 from hicache.pool import HostPool, KVShape
@@ -76,7 +76,7 @@ class Rates(NamedTuple):
             peer=peer,
             peer_figure=median(self.theirs) / 1e9,
             ratio=median(ratios),
-            spread=(min(self.ours) / 1e9, max(self.ours) / 1e9),
+            spread=spread([one / 1e9 for one in self.ours]),
             **more,
         )
 

@@ -109,25 +109,34 @@ class PublisherWorkload:
         return self._report(sent, spent)
 
     def busy(
-        self, step_us: float, free_share: float, steps: int, *, publish: bool
+        self,
+        step_us: float,
+        free_share: float,
+        steps: int,
+        events: int,
+        blocks: int,
+        *,
+        publish: bool,
     ) -> dict[str, Any]:
-        """Steps of interpreter work, a batch each; a share of it may release the interpreter lock.
+        """Steps of interpreter work, a share of which may release the interpreter lock. Each makes a
+        batch besides, as an engine does just before it publishes it.
 
         Without `publish`, the same steps publish nothing: what a step costs alone.
         """
         step = self._step(step_us, free_share)
-        batches = self._take(steps) if publish else [None] * steps
+        prepare, publish_one = self._peer.prepare, self._peer.publish
         sent, spent, took = [], [], []
         with quiet_gc():
             gc.disable()
             begin = now()
-            for batch in batches:
+            for _ in range(steps):
                 start = now()
                 step()
+                batch = prepare(self._prompt(events, blocks))
                 if publish:
                     sent.append(monotonic())
                     put = now()
-                    self._peer.publish(batch)
+                    publish_one(batch)
                     spent.append(now() - put)
                 took.append(now() - start)
             total = now() - begin
