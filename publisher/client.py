@@ -62,6 +62,7 @@ _PARTS = 4  # of a re-telling that the ring has room for
 _INVALID_KINDS = 64  # of which each is logged once
 
 _log = logging.getLogger("kvevents.link")
+_awake_enough = contextlib.suppress(BlockingIOError)  # 2**64 - 2 wakes have not been read
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -366,10 +367,8 @@ class SidecarClient:
         else:
             stats.refused += 1
             stats.oversized += body is not None and len(body) > self._ring.most_bytes
-        try:
+        with _awake_enough:
             os.eventfd_write(self._eventfd, 1)
-        except BlockingIOError:  # 2**64 - 2 wakes not read yet: awake enough
-            pass
         return written
 
     @property
