@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -369,9 +370,12 @@ class Core:
         """The monotonic time by which to call `work`."""
         if self.journal is not None and (self.journal.checkpointing or self._generation_due(now)):
             return now
-        if any(output.snapshotting or output.rebase_due for output in self.outputs):
-            return now
-        return min(output.cut_at() for output in self.outputs)
+        wake_at = math.inf
+        for output in self.outputs:
+            if output.snapshotting or output.rebase_due:
+                return now
+            wake_at = min(wake_at, output.cut_at())
+        return wake_at
 
     def work(self, now: float) -> list[Numbered]:
         """A bounded part of what is to be done besides: merging, telling anew, the checkpoint."""

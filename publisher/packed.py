@@ -41,7 +41,7 @@ _MAX_RANK, _MIN_INT, _MAX_INT = 2**31 - 1, -(2**63), 2**63 - 1
 _FIRST_OPTIONAL = BlockStored.__struct_fields__.index("lora_name")
 _NONE = (None,) * (len(BlockStored.__struct_fields__) - _FIRST_OPTIONAL)
 _INTS = {int}
-_SMALL = bytes(TOKEN_BYTES - 1)
+_ZEROS = bytes(TOKEN_BYTES - 1)
 """What ends each token below 256, and so False and True, which pack as the ints that they equal."""
 _MIXED = -1
 """In place of a block size: events that no columns have room for."""
@@ -182,9 +182,10 @@ def _take(batch: KVEventBatch, tokens: array[int], head: _Head) -> bool:
 
 
 def _has_small(packed: bytes) -> bool:
-    at = packed.find(_SMALL)
-    while at >= 0 and at % TOKEN_BYTES != 1:
-        at = packed.find(_SMALL, at + 1)
+    """Whether there is a 0 or a 1 among the tokens."""
+    at = packed.find(_ZEROS)
+    while at >= 0 and (at % TOKEN_BYTES != 1 or packed[at - 1] > 1):
+        at = packed.find(_ZEROS, at + 1)
     return at >= 0
 
 

@@ -120,8 +120,11 @@ class LinkSource:
             self.close()
             raise SourceError(f"link {path}: {error}") from error
         self._wake_fd = self._fds[1]
+        self._ended.register(self._connection, select.POLLIN)
+        self._pollables: list[int | zmq.Socket[bytes]] = [self._wake_fd, self._connection.fileno()]
         if self._worker_fd is not None:
             self._ended.register(self._worker_fd, select.POLLIN)
+            self._pollables.append(self._worker_fd)
         self._connection.settimeout(0)
         self.worker = welcome.worker
         self.link_id = welcome.link_id
@@ -162,17 +165,14 @@ class LinkSource:
     @property
     def alive(self) -> bool:
         """False once the worker is gone or leaving; looks at it without waiting."""
-        if not self._leaving:
-            self._leaving = bool(self._worker_fd is not None and self._ended.poll(0))
+        if not self._leaving and (readable := self._ended.poll(0)):
+            self._leaving = any(fd == self._worker_fd for fd, _ in readable)
             self._leaving = self._leaving or not self._take_control()
         return not self._leaving
 
     def pollables(self) -> list[int | zmq.Socket[bytes]]:
         """The eventfd, the connection, and what tells of the worker's end."""
-        if self._leaving:
-            return []
-        found = [self._wake_fd, self._connection.fileno(), self._worker_fd]
-        return [fd for fd in found if fd is not None]
+        return [] if self._leaving else self._pollables
 
     def wake_at(self) -> float:
         """Never: whatever comes makes a descriptor readable."""
