@@ -36,6 +36,7 @@ __all__ = [
     "decode_batch",
     "encode_batch",
     "pack_batch",
+    "pack_batch_into",
 ]
 
 _I64_MIN, _I64_MAX, _U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
@@ -63,7 +64,7 @@ def _tokens_to_list(value: object) -> list[int]:
     raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=_tokens_to_list).encode
+_encoder = msgspec.msgpack.Encoder(enc_hook=_tokens_to_list)
 _decode_strict = msgspec.msgpack.Decoder(KVEventBatch).decode
 _decode_event = msgspec.msgpack.Decoder(Event).decode
 _decode_plain = msgspec.msgpack.Decoder().decode
@@ -85,7 +86,12 @@ def encode_batch(batch: KVEventBatch) -> bytes:
 
 def pack_batch(batch: KVEventBatch) -> bytes:
     """The payload of a batch that is known to be sound."""
-    return _encode(batch)
+    return _encoder.encode(batch)
+
+
+def pack_batch_into(batch: KVEventBatch, buffer: bytearray) -> None:
+    """The same, at the end of `buffer`."""
+    _encoder.encode_into(batch, buffer, -1)
 
 
 def decode_batch(payload: bytes) -> Decoded:

@@ -59,6 +59,7 @@ RETELL_BLOCKS = 256
 
 _RECORD_BYTES = 64  # of a block's record at most, apart from its tokens and its namespace
 _PARTS = 4  # of a re-telling that the ring has room for
+_MOST_KEPT_BYTES = 1 << 20
 _INVALID_KINDS = 64  # of which each is logged once
 
 _log = logging.getLogger("kvevents.link")
@@ -145,6 +146,8 @@ class SidecarClient:
         self._most_blocks = min(RETELL_BLOCKS, ring_bytes // (_PARTS * block_bytes))
         self._num_blocks = self._most_blocks
         """Blocks that the next part of a re-telling has."""
+        self._buffer = bytearray()
+        """What the last batch was packed in; to ask for new memory each time would take as long."""
         self._stats = ClientStats()
         self._invalid_kinds: set[str] = set()
         self._closed = False
@@ -238,11 +241,15 @@ class SidecarClient:
             try:
                 if batch.dp_rank is None:
                     batch = msgspec.structs.replace(batch, dp_rank=self._worker.dp_rank)
-                body, flags = pack_plain(batch) or (encode_batch(batch), BATCH)
+                body = self._buffer
+                if not (flags := pack_plain(batch, body)):
+                    body, flags = bytearray(encode_batch(batch)), BATCH
             except Exception as error:  # whatever an engine hands over, it gets no exception (K1)
                 self._count_invalid(error)
                 return False
             written = self._put(body, flags)
+            if len(body) > _MOST_KEPT_BYTES:
+                self._buffer = bytearray()
             self._stats.write_ns += time.perf_counter_ns() - began
             return written
         finally:
@@ -353,7 +360,7 @@ class SidecarClient:
         self._stats.write_ns += time.perf_counter_ns() - began
         return written
 
-    def _put(self, body: bytes | None, flags: int) -> bool:
+    def _put(self, body: bytes | bytearray | None, flags: int) -> bool:
         """The one way into the ring: every number is either written or refused."""
         stats = self._stats
         if body is None or not self._reachable:

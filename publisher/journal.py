@@ -105,8 +105,8 @@ class Recovered:
 
 
 class Journal:
-    """Writes in `folder`. `limit_bytes`: entries of a generation before the next is due, or as many as
-    its checkpoint has, whichever is more.
+    """Writes in `folder`. `limit_bytes`: entries of a generation before the next is due, or twice as many
+    as its checkpoint has, whichever is more.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int = 32 << 20) -> None:
@@ -138,7 +138,7 @@ class Journal:
 
     @property
     def _due_bytes(self) -> int:
-        return max(self._limit, self._checkpoint_bytes)
+        return max(self._limit, 2 * self._checkpoint_bytes)
 
     @property
     def num_bytes(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import astuple
 
-from kvevents.codec import check_event, decode_batch, pack_batch
+from kvevents.codec import check_event, decode_batch, pack_batch_into
 from kvevents.columns import Columns
 from kvevents.errors import KVEventsError
 from kvevents.events import (
@@ -80,7 +80,7 @@ class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
     locality: str | None = None
 
 
-_encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
 _decode_head = msgspec.msgpack.Decoder(_Head).decode
 _decode_batch = msgspec.msgpack.Decoder(
     tuple[float, list[_Stored | BlockRemoved | AllBlocksCleared], int]
@@ -91,26 +91,29 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Overflo
 # ---------------------------------------------------------------------------------- on the link
 
 
-def pack_plain(batch: KVEventBatch) -> tuple[bytes, int] | None:
-    """A body for `batch`, and its flags; None for one that may be unsound or that has something unusual:
-    what kvevents.codec has to look at. Whatever is packed here, `check_batch` accepts.
+def pack_plain(batch: KVEventBatch, buffer: bytearray) -> int:
+    """Make `buffer` a body for `batch`; its flags. 0 for a batch that may be unsound or has something
+    unusual in it: kvevents.codec has to look at it. Whatever is packed here, `check_batch` accepts.
     """
     tokens = array("I")
     head = _Head(b"", [], [], [])
     try:
         if not (_LITTLE and _take(batch, tokens, head)):
-            return None
+            return 0
         packed = head.packed = tokens.tobytes()
         if _has_small(packed) and not _all_ints(batch):
-            return None
-        payload = pack_batch(batch)
+            return 0
         if head.block_size == _MIXED or not head.counts:
-            data, flags = _encode((packed,)), BATCH | PACKED
+            _encoder.encode_into((packed,), buffer, _length.size)
+            flags = BATCH | PACKED
         else:
-            data, flags = _encode(head), BATCH | PACKED | COLUMNS
-        return b"".join((_length.pack(len(data)), data, payload)), flags
+            _encoder.encode_into(head, buffer, _length.size)
+            flags = BATCH | PACKED | COLUMNS
+        _length.pack_into(buffer, 0, len(buffer) - _length.size)
+        pack_batch_into(batch, buffer)
+        return flags
     except (TypeError, ValueError, OverflowError, AttributeError, MemoryError):
-        return None
+        return 0
 
 
 def _take(batch: KVEventBatch, tokens: array[int], head: _Head) -> bool:

@@ -122,7 +122,7 @@ class RingWriter(_Ring):
         self._offered += 1
         self._words[_W_OFFERED] = self._offered
 
-    def write(self, body: bytes, flags: int = 0) -> bool:
+    def write(self, body: bytes | bytearray, flags: int = 0) -> bool:
         """Offer a message; False when there is no room for it. O(len(body)), no waiting."""
         number, length = self._offered, len(body)
         needed = _prefix.size + (length + 7 & ~7)
@@ -146,7 +146,7 @@ class RingWriter(_Ring):
             os.close(self.fd)
             self.fd = -1
 
-    def _copy(self, position: int, data: bytes) -> None:
+    def _copy(self, position: int, data: bytes | bytearray) -> None:
         start = position % self.capacity
         left = self.capacity - start
         if len(data) <= left:

@@ -28,6 +28,9 @@ from publisher.foreign import ForeignState
 from publisher.link import BATCH, COLUMNS, PACKED
 from publisher.packed import Unpacked, head_of, load_events, pack_plain, save_events, unpack
 
+BUFFER = bytearray()
+"""Of all of them: what was packed before leaves nothing."""
+
 I64 = st.integers(-(2**63), 2**63 - 1)
 U32 = st.one_of(st.integers(0, 300), st.integers(0, 2**32 - 1))
 Texts = st.none() | st.text(max_size=5)
@@ -69,10 +72,9 @@ def plain_events(draw: st.DrawFn) -> Event:
 
 
 def packed_of(batch: KVEventBatch) -> tuple[bytes, int]:
-    packed = pack_plain(batch)
-    assert packed is not None
-    assert packed[1] & (BATCH | PACKED) == BATCH | PACKED
-    return packed
+    flags = pack_plain(batch, BUFFER)
+    assert flags & (BATCH | PACKED) == BATCH | PACKED
+    return bytes(BUFFER), flags
 
 
 Removals = st.builds(BlockRemoved, st.lists(I64, min_size=1, max_size=3), Media)
@@ -138,10 +140,9 @@ def test_what_is_packed_may_be_sent(batch: KVEventBatch, data: st.DataObject) ->
     target: Any = batch if at < 0 else batch.events[at]
     if fields := target.__struct_fields__:
         setattr(target, data.draw(st.sampled_from(fields)), data.draw(Odd))
-    packed = pack_plain(batch)
-    if packed is not None:
+    if flags := pack_plain(batch, BUFFER):
         check_batch(batch)
-        read = unpack(*packed)
+        read = unpack(bytes(BUFFER), flags)
         assert list(read.events) == decode_batch(encode_batch(batch)).batch.events
         assert read.payload in (None, encode_batch(batch))
 
@@ -150,12 +151,12 @@ def test_what_is_packed_may_be_sent(batch: KVEventBatch, data: st.DataObject) ->
 def test_what_only_looks_like_a_token_is_not_packed(tokens: list[Any]) -> None:
     """A bool packs as the int that it equals, and is told as a bool."""
     event = BlockStored([1], None, tokens, 2, None, StorageMedium.GPU)
-    assert pack_plain(KVEventBatch(1.0, [event], 0)) is None
+    assert not pack_plain(KVEventBatch(1.0, [event], 0), BUFFER)
 
 
 def test_small_tokens_are_tokens() -> None:
     event = BlockStored([1], None, [0, 1, 255, 256], 4, None, StorageMedium.GPU)
-    assert pack_plain(KVEventBatch(1.0, [event], 0)) is not None
+    assert pack_plain(KVEventBatch(1.0, [event], 0), BUFFER)
 
 
 def test_an_event_that_is_odd_costs_itself_alone() -> None:
