@@ -1,4 +1,4 @@
-"""The journal: inputs kept in files before they are applied, so that a next process can go on.
+"""The journal: inputs kept in files before what they mean is sent, so that a next process can go on.
 
 A generation is a checkpoint, what the replica held at one moment, and the entries since. Two generations
 are kept: a process that takes over reads the older checkpoint and all entries after it, and has the

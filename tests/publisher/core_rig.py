@@ -22,6 +22,7 @@ from kvevents.namespace import BASE
 from kvevents.records import BlockId, Clear, Record, Remove, StoreKnown, StoreNew
 from kvevents.tokens import pack_tokens
 from publisher.link import BATCH, FRESH
+from publisher.packed import pack_plain
 from publisher.source import Input
 
 BLOCK_SIZE = 2
@@ -45,10 +46,14 @@ class Block:
 
 
 class StoryWorker:
-    """Blocks by parent; on every medium a block is there only while its parent is."""
+    """Blocks by parent; on every medium a block is there only while its parent is.
 
-    def __init__(self, seed: int, *, foreign: bool = False) -> None:
-        self._random, self._foreign = Random(seed), foreign
+    `foreign`: it tells batches of events, as an engine's publisher does. `packed`: most of them as they
+    cross a link.
+    """
+
+    def __init__(self, seed: int, *, foreign: bool = False, packed: bool = False) -> None:
+        self._random, self._foreign, self._packed = Random(seed), foreign, packed
         self.blocks: list[Block] = []
         self._next_id = 0
         self.number = 0
@@ -115,8 +120,13 @@ class StoryWorker:
             return
         ts = float(number)
         if self._foreign:
-            body = encode_batch(KVEventBatch(ts, events, 0))
-            self.messages.append(Input(number, BATCH, body))
+            batch, body = KVEventBatch(ts, events, 0), bytearray()
+            packed = self._packed and number % 3 and pack_plain(batch, body)
+            self.messages.append(
+                Input(number, packed, bytes(body))
+                if packed
+                else Input(number, BATCH, encode_batch(batch))
+            )
         else:
             self.messages.append(Input(number, flags, msgspec.msgpack.encode((ts, records))))
 

@@ -8,11 +8,20 @@ import msgspec
 from core_rig import BLOCK_SIZE, StoryWorker
 from hypothesis import strategies as st
 
-from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Namespace, StorageMedium
+from kvevents import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+    Namespace,
+    StorageMedium,
+)
 from kvevents.hashing import block_hashes
 from kvevents.records import BlockId, Clear, Remove, StoreKnown, StoreNew
 from kvevents.tokens import pack_tokens
-from publisher.link import BATCH, FRESH, LOST
+from publisher.link import BATCH, COLUMNS, FRESH, LOST, PACKED
+from publisher.packed import pack_plain
 from publisher.source import Input
 
 __all__ = ["any_events", "any_inputs", "sound_inputs", "story"]
@@ -83,7 +92,24 @@ def any_events(draw: st.DrawFn) -> Any:
 
 
 Stamps = st.floats() | st.integers(-(2**63), 2**64 - 1)
+
+
+@st.composite
+def packed_bodies(draw: st.DrawFn) -> bytes:
+    """Of plain stores, some of them sound."""
+    names = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+    medium, parents = draw(Media), st.none() | st.integers(10, 12) | st.sampled_from(names)
+    events: list[Event] = [
+        BlockStored([name], None if parent == name else parent, [300] * 4, 4, None, medium)
+        for name, parent in [(name, draw(parents)) for name in names]
+    ]
+    body = bytearray()
+    assert pack_plain(KVEventBatch(1.0, events, 0), body)
+    return bytes(body)
+
+
 Bodies = st.one_of(
+    packed_bodies(),
     st.tuples(Stamps, st.lists(Records, max_size=6)).map(pack),
     st.tuples(Stamps, st.lists(any_events(), max_size=6), st.none() | st.integers(0, 3)).map(pack),
     st.binary(max_size=40),
@@ -103,7 +129,12 @@ def any_inputs(draw: st.DrawFn, most: int = 10) -> list[Input]:
         body = draw(Bodies)
         if draw(st.integers(0, 8)) == 0:
             body = body[: draw(st.integers(0, len(body)))]
-        flags = draw(st.sampled_from([0, 0, BATCH, BATCH, FRESH, FRESH | BATCH, LOST, 7]))
+        packed = BATCH | PACKED
+        flags = draw(
+            st.sampled_from(
+                [0, 0, BATCH, BATCH, packed, packed | COLUMNS, FRESH, FRESH | BATCH, LOST, 7, 31]
+            )
+        )
         found.append(Input(number, flags, body))
         number += 1
     return found
@@ -111,7 +142,7 @@ def any_inputs(draw: st.DrawFn, most: int = 10) -> list[Input]:
 
 def story(seed: int, steps: int, *, foreign: bool = False) -> StoryWorker:
     """A worker after so many sound changes."""
-    worker = StoryWorker(seed, foreign=foreign)
+    worker = StoryWorker(seed, foreign=foreign, packed=True)
     for _ in range(steps):
         worker.step()
     return worker
@@ -120,7 +151,7 @@ def story(seed: int, steps: int, *, foreign: bool = False) -> StoryWorker:
 @st.composite
 def sound_inputs(draw: st.DrawFn, most: int = 40) -> list[Input]:
     """What a sound worker of either kind offers, some of it lost on the way."""
-    worker = StoryWorker(draw(st.integers(0, 2**32)), foreign=draw(st.booleans()))
+    worker = StoryWorker(draw(st.integers(0, 2**32)), foreign=draw(st.booleans()), packed=True)
     for _ in range(draw(st.integers(1, most))):
         match draw(st.integers(0, 19)):
             case 0:

@@ -93,7 +93,7 @@ class CoreMachine(RuleBasedStateMachine):
     def begin(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.folder = Path(tempfile.mkdtemp(prefix="core-"))
-        self.worker = StoryWorker(seed, foreign=self.foreign)
+        self.worker = StoryWorker(seed, foreign=self.foreign, packed=True)
         self.link_id = b"a" * 16
         self.sinks: tuple[SinkConfig, ...] = (PLAIN, MERGED, REBASED, STORE)
         self.followers: dict[str, Follower] = {}
@@ -227,7 +227,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.core is not None
         self.send(self.core.end())
         self.core.close()
-        self.worker = StoryWorker(self.random.randrange(2**32), foreign=self.foreign)
+        self.worker = StoryWorker(self.random.randrange(2**32), foreign=self.foreign, packed=True)
         self.link_id = self.random.randbytes(16)
         self.open()
 

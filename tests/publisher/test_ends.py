@@ -168,7 +168,7 @@ def test_nothing_is_told_anew_after_the_end(foreign: bool) -> None:
     """Neither a rebase that is due nor a snapshot that is asked for brings back a dead worker's."""
     core = Core(INFO, b"g" * 16, (SINK,), ("s",), None, clock=time.time)
     core.start()
-    worker = StoryWorker(3, foreign=foreign)
+    worker = StoryWorker(3, foreign=foreign, packed=True)
     if not foreign:
         worker.retell()
     for _ in range(50):
