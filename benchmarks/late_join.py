@@ -119,6 +119,7 @@ def _figures(usual: int, blocks: int, found: Joined, reach: Reach) -> list[Figur
             found.bytes_per_block,
             "B/block",
             reach=MEMORY_REACH,
+            note=f"{min(1.0, LOG_BATCHES * PROMPT_BLOCKS / blocks):.0%} are in the log's payloads too",
         ),
     ]
 

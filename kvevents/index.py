@@ -10,40 +10,30 @@ X4  `snapshot()` yields parents before children, on every medium.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from sys import getrefcount
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
+from kvevents.block import Block, Chain
 from kvevents.columns import Columns
 from kvevents.events import BlockRemoved, BlockStored, Event, StorageMedium, medium_of
-from kvevents.extra_keys import check_extra_keys, has_own_keys
+from kvevents.extra_keys import check_extra_keys
 from kvevents.hashing import BlockHash, are_canonical, canonical_hash
 from kvevents.namespace import BASE, Namespace
+from kvevents.pieces import runs_of
+from kvevents.prompts import Prompts
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds, pack_tokens
 
-__all__ = ["Block", "BlockIndex", "FleetIndex", "Oddities", "Overlap"]
+__all__ = ["BlockIndex", "FleetIndex", "Oddities", "Overlap"]
 
 _MEDIA = tuple(StorageMedium)
 _BIT = {medium: 1 << i for i, medium in enumerate(_MEDIA)}
 _MEDIUM = {bit: medium for medium, bit in _BIT.items()}
 _ALL = (1 << len(_MEDIA)) - 1
-
-
-class Block(msgspec.Struct, frozen=True, gc=False):
-    """A resident block. `media` has bit i set for the i-th `StorageMedium`."""
-
-    parent: BlockHash | None
-    tokens: bytes
-    """Empty when they were left out."""
-    extra_keys: list[Any] | None
-    """Of this block; None for an empty list too."""
-    namespace: Namespace
-    lora_id: int | None
-    media: int
 
 
 @dataclass(slots=True)
@@ -71,8 +61,8 @@ class BlockIndex:
         self._blocks: dict[BlockHash, Block] = {}
         self._counts = dict.fromkeys(_MEDIA, 0)
         self._namespaces: dict[Namespace, Namespace] = {}
-        self._children: dict[tuple[BlockHash | None, Namespace | None, bytes], BlockHash] | None
-        self._children = None
+        self._prompts: Prompts | None = None
+        """From the first query on."""
         self.block_size: int | None = None
         """Tokens per block, from the first BlockStored; None before it and after a clear."""
         self.oddities = Oddities()
@@ -115,7 +105,7 @@ class BlockIndex:
         self._blocks.clear()
         self._counts = dict.fromkeys(_MEDIA, 0)
         self._namespaces.clear()
-        self._children = None
+        self._prompts = None
         self.block_size = None
 
     def _store_new(self, event: BlockStored) -> bool:
@@ -133,27 +123,38 @@ class BlockIndex:
             or event.extra_keys is not None
             or (parent is not None and parent not in blocks)
             or not are_canonical(hashes)
-            or self._children is not None
         ):
             return False
         packed = tokens.packed if type(tokens) is TokenIds else self._tokens_of(event)
         count, bit, step = len(hashes), _BIT[medium], size * TOKEN_BYTES
         if packed is None or len(packed) != count * step:
             return False
+        new: Sequence[Block]
         if count == 1:
-            if hashes[0] in blocks:
+            name = hashes[0]
+            if name in blocks:
                 return False
-            blocks[hashes[0]] = Block(parent, packed, None, BASE, event.lora_id, bit)  # type: ignore[arg-type]
+            new = (Block(parent, packed, None, BASE, event.lora_id, bit),)  # type: ignore[arg-type]
+            blocks[name] = new[0]
         else:
-            new = dict.fromkeys(hashes)
-            if len(new) != count or not blocks.keys().isdisjoint(new):
+            chain = self._chain_of(hashes, packed, step)
+            if chain is None:
                 return False
-            texts = [packed[at : at + step] for at in range(0, count * step, step)]
             parents = [parent, *hashes[:-1]]
-            new_blocks = _blocks_of(parents, texts, event.lora_id, bit)  # type: ignore[arg-type]
-            blocks.update(zip(hashes, new_blocks, strict=True))
+            same = repeat(chain), repeat(None), repeat(BASE), repeat(event.lora_id), repeat(bit)
+            new = list(map(Block, parents, *same, range(count)))
+            blocks.update(zip(hashes, new, strict=True))
+        if self._prompts is not None:
+            self._prompts.add_chain(hashes, new)
         self._counts[medium] += count
         return True
+
+    def _chain_of(self, hashes: Sequence[BlockHash], packed: bytes, step: int) -> Chain | None:
+        """Of an event's blocks; None unless they are several, and none is known."""
+        names = list(hashes)
+        if len(names) < 2 or len(set(names)) != len(names):
+            return None
+        return Chain(names, packed, step) if self._blocks.keys().isdisjoint(names) else None
 
     def _store_columns(self, columns: Columns) -> bool:
         """The same for a batch of which all blocks are new, each event's behind a known one or the last
@@ -163,7 +164,7 @@ class BlockIndex:
         if (
             not columns.only_stores
             or self.block_size not in (size, None)
-            or self._children is not None
+            or self._prompts is not None
             or len(set(hashes)) != len(hashes)
             or not blocks.keys().isdisjoint(hashes)
         ):
@@ -194,13 +195,15 @@ class BlockIndex:
         bit, step = _BIT[medium], event.block_size * TOKEN_BYTES
         if parent is not None and parent not in self._blocks:
             self.oddities.unknown_parent += 1
-        for at, raw in enumerate(hashes):
-            block_hash = canonical_hash(raw)
+        names = [canonical_hash(raw) for raw in hashes]
+        chain = self._chain_of(names, packed, step) if packed and keys is None else None
+        for at, block_hash in enumerate(names):
             held = self._blocks.get(block_hash)
             if held is None:
-                text = packed[at * step : (at + 1) * step]
+                text = chain or packed[at * step : (at + 1) * step]
                 own = None if keys is None else keys[at] or None
-                self._put(block_hash, Block(parent, text, own, namespace, event.lora_id, bit))
+                block = Block(parent, text, own, namespace, event.lora_id, bit, at if chain else 0)
+                self._put(block_hash, block)
                 self._counts[medium] += 1
             elif held.media & bit:
                 self.oddities.stored_again += 1
@@ -213,6 +216,8 @@ class BlockIndex:
         blocks, hashes = self._blocks, event.block_hashes
         mask = _ALL if event.medium is None else _BIT[event.medium]
         names = hashes if are_canonical(hashes) else [canonical_hash(raw) for raw in hashes]
+        chain: Chain | None = None
+        held: Block | None = None
         for block_hash in names:
             held = blocks.get(block_hash)
             gone = held.media & mask if held else 0
@@ -223,8 +228,27 @@ class BlockIndex:
             left = held.media & ~gone
             if left:
                 blocks[block_hash] = replace(held, media=left)
-            else:
-                self._drop(block_hash, held)
+                continue
+            self._drop(block_hash, held)
+            if held.text is not chain:
+                if chain is not None:
+                    self._thin_out(chain)
+                chain = held.text if type(held.text) is Chain else None
+        del held
+        if chain is not None:
+            self._thin_out(chain)
+
+    def _thin_out(self, chain: Chain) -> None:
+        """Copy what is left of a chain of which most is gone, so that the rest of it is not kept."""
+        if (getrefcount(chain) - 3) * 2 >= len(chain.hashes):
+            return  # it is held by its blocks and, in a removal, thrice: that counts them for nothing
+        blocks, step = self._blocks, chain.step
+        held = map(blocks.get, chain.hashes)
+        for start, stop in runs_of([one is not None and one.text is chain for one in held]):
+            names, text = chain.hashes[start:stop], chain.packed[start * step : stop * step]
+            rest = text if len(names) == 1 else Chain(names, text, step)
+            for place, name in enumerate(names):
+                blocks[name] = replace(blocks[name], text=rest, place=place)
 
     def _uncount(self, media: int) -> None:
         """A block has left these media."""
@@ -250,13 +274,13 @@ class BlockIndex:
 
     def _put(self, block_hash: BlockHash, block: Block) -> None:
         self._blocks[block_hash] = block
-        if self._children is not None and _findable(block):
-            self._children[_key(block)] = block_hash
+        if self._prompts is not None:
+            self._prompts.add(block_hash, block)
 
     def _drop(self, block_hash: BlockHash, block: Block) -> None:
         del self._blocks[block_hash]
-        if self._children is not None and self._children.get(_key(block)) == block_hash:
-            del self._children[_key(block)]
+        if self._prompts is not None:
+            self._prompts.discard(block_hash, block)
 
     def _namespace(self, event: BlockStored) -> Namespace | None:
         """The event's namespace; None when its names are too long."""
@@ -277,25 +301,25 @@ class BlockIndex:
 
         Raises what `pack_tokens` raises.
         """
-        packed = pack_tokens(tokens)
         blocks = dict.fromkeys(_MEDIA, 0)
+        held = self._leading(pack_tokens(tokens), namespace)[1]
+        walking = _ALL if held else 0
+        for length, block in enumerate(held):
+            if block.media & walking != walking:
+                _set_length(blocks, walking & ~block.media, length)
+                walking &= block.media
+        _set_length(blocks, walking, len(held))
+        return Overlap(blocks, len(held))
+
+    def _leading(
+        self, packed: TokenBytes, namespace: Namespace
+    ) -> tuple[list[BlockHash], list[Block]]:
+        """The blocks that `overlap` counts, from the beginning of the prompt on."""
         if self.block_size is None:
-            return Overlap(blocks)
-        if self._children is None:
-            findable = ((n, b) for n, b in self._blocks.items() if _findable(b))
-            self._children = {_key(block): name for name, block in findable}
-        step, parent, walking, length = self.block_size * TOKEN_BYTES, None, _ALL, 0
-        for end in range(step, len(packed) + 1, step):
-            text = bytes(packed[end - step : end])
-            found = self._children.get((parent, None if length else namespace, text))
-            if found is None:
-                break
-            parent, length = found, length + 1
-            walking &= self._blocks[found].media
-            for medium, bit in _BIT.items():
-                if walking & bit:
-                    blocks[medium] = length
-        return Overlap(blocks, length)
+            return [], []
+        if self._prompts is None:
+            self._prompts = Prompts(self._blocks)
+        return self._prompts.leading(packed, self.block_size * TOKEN_BYTES, namespace, self._blocks)
 
     def fork(self) -> BlockIndex:
         """An independent copy, in one shallow copy of the table: blocks are immutable."""
@@ -335,7 +359,7 @@ class BlockIndex:
                     or block.media != last.media
                     or block.namespace != last.namespace
                     or block.lora_id != last.lora_id
-                    or bool(block.tokens) != bool(last.tokens)
+                    or bool(block.text) != bool(last.text)
                 ):
                     yield chain
                     chain = []
@@ -368,13 +392,6 @@ class BlockIndex:
         ]
 
 
-def _blocks_of(
-    parents: list[BlockHash | None], texts: list[bytes], lora_id: int | None, bit: int
-) -> Iterator[Block]:
-    """One for each text, in the base namespace."""
-    return map(Block, parents, texts, repeat(None), repeat(BASE), repeat(lora_id), repeat(bit))
-
-
 def _blocks_in(columns: Columns) -> list[Block]:
     """Of stores alone."""
     packed, step = columns.packed, columns.block_size * TOKEN_BYTES
@@ -385,7 +402,8 @@ def _blocks_in(columns: Columns) -> list[Block]:
             parents += (parent, *hashes[at : at + count - 1])
             at += count
     texts = [packed[at : at + step] for at in range(0, len(packed), step)]
-    return list(_blocks_of(parents, texts, None, _BIT[columns.medium]))
+    same = repeat(None), repeat(BASE), repeat(None), repeat(_BIT[columns.medium])
+    return list(map(Block, parents, texts, *same))
 
 
 def _fit(keys: object, blocks: int) -> bool:
@@ -397,16 +415,11 @@ def _fit(keys: object, blocks: int) -> bool:
     return True
 
 
-def _findable(block: Block) -> bool:
-    """Whether a prompt's tokens and namespace are all that the block is of."""
-    if not block.extra_keys:
-        return bool(block.tokens)
-    return bool(block.tokens) and not has_own_keys(block.extra_keys, block.namespace.lora_name)
-
-
-def _key(block: Block) -> tuple[BlockHash | None, Namespace | None, bytes]:
-    """A block by its content: parent and tokens, and at the start of a prompt its namespace."""
-    return block.parent, block.namespace if block.parent is None else None, block.tokens
+def _set_length(blocks: dict[StorageMedium, int], media: int, length: int) -> None:
+    """Of the media whose bits are set."""
+    for medium, bit in _BIT.items():
+        if media & bit:
+            blocks[medium] = length
 
 
 class FleetIndex:

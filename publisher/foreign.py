@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvevents.behind import Behind
+from kvevents.block import Block
 from kvevents.columns import Columns
 from kvevents.events import (
     AllBlocksCleared,
@@ -37,7 +38,7 @@ from kvevents.events import (
 )
 from kvevents.extra_keys import check_extra_keys
 from kvevents.hashing import BlockHash, are_canonical, canonical_hash
-from kvevents.index import Block, BlockIndex
+from kvevents.index import BlockIndex
 from kvevents.merge import merge_events
 from kvevents.namespace import Namespace
 from kvevents.pieces import piece_of, runs_of

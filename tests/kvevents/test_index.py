@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from kvevents import (
     decode_batch,
     encode_batch,
 )
+from kvevents.block import Chain
 from kvevents.index import Oddities
 
 GPU, CPU, DISK, EXT = StorageMedium
@@ -227,6 +229,46 @@ def test_blocks_stored_at_once_are_as_those_stored_one_by_one(
         assert at_once.resident == one_by_one.resident
         for medium in StorageMedium:
             assert at_once.count(medium) == one_by_one.count(medium)
+
+
+@trials(200)
+@given(Tellings)
+def test_tokens_that_are_gone_are_not_kept(told: list[tuple[Event, Any]]) -> None:
+    """Blocks told at once share their event's tokens: at least half of what is shared is of blocks that
+    are held, however they were removed.
+    """
+    index = BlockIndex()
+    for event, _ in told:
+        index.apply([event])
+        blocks = index._blocks.values()
+        left = Counter(block.text for block in blocks if isinstance(block.text, Chain))
+        for chain, count in left.items():
+            assert 2 <= len(chain.hashes) <= 2 * count
+            assert len(chain.packed) == len(chain.hashes) * chain.step
+
+
+LONG = list(range(1, 201))
+"""Tokens of a hundred blocks."""
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 31, 32, 33, 63, 64, 65, 98, 99, 100])
+def test_a_long_event_is_found_as_far_as_it_goes(at: int) -> None:
+    """Wherever a prompt leaves it, wherever it has a hole, and wherever a block is gone from a medium."""
+    names = [*range(1000, 1100)]
+    event = BlockStored([*names], None, [*LONG], SIZE, medium=GPU)
+    index = indexed([event])
+    other = [*LONG[: at * SIZE], 0, *LONG[at * SIZE + 1 :]]
+    assert index.overlap(other).any_medium == at
+    assert index.overlap(LONG[: at * SIZE + 1]).any_medium == at
+    gone: Event = BlockRemoved(names[at : at + 1], GPU)
+    index.apply([gone])
+    assert index.overlap(LONG).any_medium == at
+    index = indexed([event, replace(event, medium=CPU), gone])
+    assert index.overlap(LONG) == Overlap({GPU: at, CPU: 100, DISK: 0, EXT: 0}, 100)
+    tail = BlockStored([5, 6], names[at - 1] if at else None, [7, 7, 8, 8], SIZE, medium=GPU)
+    index = indexed([event, tail])
+    assert index.overlap([*LONG[: at * SIZE], 7, 7, 8, 8, 9, 9]).any_medium == at + 2
+    assert index.overlap(LONG).any_medium == 100
 
 
 def test_tiers_are_independent() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kvevents.block import Block
 from kvevents.events import StorageMedium
 from kvevents.extra_keys import has_own_keys
 from kvevents.hashing import BlockHash
-from kvevents.index import Block, BlockIndex, Overlap
+from kvevents.index import BlockIndex, Overlap
 from kvevents.namespace import Namespace
 from kvevents.tokens import TOKEN_BYTES, pack_tokens
 
@@ -45,16 +46,11 @@ class Held(BlockIndex):
 
     def path(self, tokens: Any, namespace: Namespace) -> list[HeldBlock]:
         """The blocks that `overlap` counts, from the beginning of the prompt on."""
-        packed, found = pack_tokens(tokens), list[HeldBlock]()
-        length = self.overlap(packed, namespace).any_medium
-        step = (self.block_size or 0) * TOKEN_BYTES
-        assert not length or self._children is not None, "overlap has made it"
-        parent: BlockHash | None = None
-        for at in range(length):
-            text = packed[at * step : (at + 1) * step]
-            parent = self._children[parent, None if at else namespace, text]  # type: ignore[index]
-            found.append(HeldBlock(parent, self._blocks[parent], at))
-        return found
+        names, blocks = self._leading(pack_tokens(tokens), namespace)
+        return [
+            HeldBlock(name, block, depth)
+            for depth, (name, block) in enumerate(zip(names, blocks, strict=True))
+        ]
 
     def blocks(self) -> Iterator[HeldBlock]:
         """All of them."""

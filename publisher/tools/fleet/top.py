@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from kvevents.block import Block
 from kvevents.check import Checker, Finding
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from kvevents.follower import Malformed, Step, Told
 from kvevents.gaps import Gap, Lost, Restarted
-from kvevents.hashing import BlockHash, short_hash
-from kvevents.index import Block, BlockIndex
+from kvevents.hashing import BlockHash, canonical_hash, short_hash
+from kvevents.index import BlockIndex
 from kvevents.message import Channel
 from publisher.tools.columns import Cell, Column, Line, lay_out, short_number
 from publisher.tools.fleet.fleet import Fleet, Rank, Worker
@@ -103,6 +104,13 @@ class _Watched(Held):
         for name in self._blocks:
             self._prefixes.dropped(self._number, name)
         super().clear()
+
+    def _store_new(self, event: BlockStored) -> bool:
+        if not super()._store_new(event):
+            return False
+        for name in map(canonical_hash, event.block_hashes):
+            self._prefixes.stored(self._number, name, self._blocks[name].parent)
+        return True
 
     def _put(self, block_hash: BlockHash, block: Block) -> None:
         BlockIndex._put(self, block_hash, block)
