@@ -2,7 +2,8 @@
 
 Clients ask at the same moment, each in a process of its own. The silence is the longest time for which
 the subscriber got no live batch while an answer was under way. The slow client decodes each batch, rests
-now and then and takes few at a time. The peers answer with the thread that publishes; they are asked by
+now and then and takes few at a time. All of them have the lowest priority: in a fleet they run elsewhere,
+and here they would take from what is measured the processors that it needs. The peers answer with the thread that publishes; they are asked by
 one and by two clients. The idle publisher is asked for its last batch, by this process.
 """
 
@@ -48,6 +49,7 @@ class Case:
 
 CASES = {"1": Case(1), "2": Case(2), "4": Case(4, live_s=2.5), "slow": Case(3, 1, live_s=2.5)}
 OF_PEERS = ("1", "2")
+ELSEWHERE = ("nice", "-n", "19")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,9 @@ def _ask_while_live(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What each client reports, the fast ones first, and the live batches' run."""
     replay = "common.replay_client"
-    commands = [kit_module(replay, wire.replay_endpoint, 0, 0)] * case.fast
-    commands += [kit_module(replay, wire.replay_endpoint, SLOW_HIGH_WATER, 1)] * case.slow
+    fast = kit_module(replay, wire.replay_endpoint, 0, 0)
+    slow = kit_module(replay, wire.replay_endpoint, SLOW_HIGH_WATER, 1)
+    commands = [[*ELSEWHERE, *one] for one in [fast] * case.fast + [slow] * case.slow]
     with ExitStack() as stack:
         clients = [stack.enter_context(JsonChild(command)) for command in commands]
         for client in clients:

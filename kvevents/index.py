@@ -338,6 +338,44 @@ class BlockIndex:
         for chain in self._chains(blocks_per_event):
             yield self._chain_events(chain)
 
+    def pieces(self, longest: int) -> Iterator[Columns | list[BlockStored]]:
+        """The same for what is to be kept: in the order in which the blocks came, and in columns of at
+        most `longest` blocks where they are plain, which takes a third of the time.
+        """
+        size = self.block_size or 0
+        names: list[BlockHash] = []
+        parents: list[BlockHash | None] = []
+        texts: list[bytes] = []
+        media = 0
+
+        def taken() -> Columns:
+            packed, counts = TokenBytes(b"".join(texts)), [1] * len(names)
+            piece = Columns(names[:], parents[:], counts, packed, size, _MEDIUM[media])
+            names.clear()
+            parents.clear()
+            texts.clear()
+            return piece
+
+        for name, block in self._blocks.items():
+            plain = (
+                block.media in _MEDIUM
+                and block.namespace is BASE
+                and block.lora_id is None
+                and block.extra_keys is None
+                and block.text
+            )
+            if names and (not plain or block.media != media or len(names) == longest):
+                yield taken()
+            if not plain:
+                yield self._chain_events([name])
+                continue
+            media = block.media
+            names.append(name)
+            parents.append(block.parent)
+            texts.append(block.tokens)
+        if names:
+            yield taken()
+
     def _chains(self, longest: int) -> Iterator[list[BlockHash]]:
         """Every block once, parents first; a chain's blocks are alike but for their tokens."""
         blocks, told, chain = self._blocks, set[BlockHash](), list[BlockHash]()

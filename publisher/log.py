@@ -194,8 +194,9 @@ class RetainedLog:
         if start == JOIN and not oldest:
             start = 0
         if self.reaches(start):
-            skipped = min(start, self.next_seq) - oldest  # it may be more than islice takes
-            return self._kept(start, list(islice(self._frames, skipped, None)))
+            wanted = max(0, self.next_seq - start)
+            last = list(islice(reversed(self._frames), wanted))  # few, most often
+            return self._kept(start, last[::-1])
         snapshot = self._snapshot
         if snapshot is None:
             state = self._base.fork()

@@ -34,7 +34,16 @@ from kvevents.hashing import are_canonical
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds
 from publisher.link import BATCH, COLUMNS, PACKED
 
-__all__ = ["Unpacked", "head_of", "load_events", "pack_plain", "save_events", "unpack"]
+__all__ = [
+    "Unpacked",
+    "head_of",
+    "load_columns",
+    "load_events",
+    "pack_plain",
+    "save_columns",
+    "save_events",
+    "unpack",
+]
 
 _LITTLE = sys.byteorder == "little"
 _MAX_RANK, _MIN_INT, _MAX_INT = 2**31 - 1, -(2**63), 2**63 - 1
@@ -307,6 +316,28 @@ def _packed(value: object) -> bytes:
 
 _encode_saved = msgspec.msgpack.Encoder(enc_hook=_packed).encode
 _decode_saved = msgspec.msgpack.Decoder(list[_Saved]).decode
+
+
+def save_columns(columns: Columns) -> bytes:
+    """Columns as `load_columns` takes them."""
+    return _encoder.encode(
+        _Head(
+            columns.packed,
+            columns.hashes,  # type: ignore[arg-type]  # ints
+            columns.parents,  # type: ignore[arg-type]
+            columns.counts,
+            columns.block_size,
+            columns.medium,
+        )
+    )
+
+
+def load_columns(data: bytes) -> Columns:
+    """The reverse. Raises KVEventsError for what it is not."""
+    try:
+        return _columns(_decode_head(data))
+    except _UNREADABLE as error:
+        raise KVEventsError(f"saved columns: {error}") from error
 
 
 def save_events(events: Sequence[BlockStored]) -> bytes:

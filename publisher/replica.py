@@ -27,7 +27,14 @@ from kvevents.records import Record
 from publisher.config import WorkerInfo
 from publisher.foreign import ForeignCounts, ForeignState, Groups
 from publisher.link import BATCH, FRESH, LOST, PACKED
-from publisher.packed import Unpacked, load_events, save_events, unpack
+from publisher.packed import (
+    Unpacked,
+    load_columns,
+    load_events,
+    save_columns,
+    save_events,
+    unpack,
+)
 from publisher.source import Input
 from publisher.status import EventCounts
 
@@ -67,7 +74,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVEvent
 _encode_saved = msgspec.msgpack.Encoder().encode
 _decode_saved = msgspec.msgpack.Decoder(SavedRun).decode
 _decode_groups = msgspec.msgpack.Decoder(Groups).decode
-_RUN, _GROUPS, _STORES = b"r", b"g", b"s"
+_RUN, _GROUPS, _STORES, _COLUMNS = b"r", b"g", b"s", b"c"
 
 
 class FrozenReplica:
@@ -80,8 +87,11 @@ class FrozenReplica:
         """Pieces that `Replica.load` takes."""
         for run in self._runs.saved():
             yield _RUN + _encode_saved(run)
-        for events in self._index.snapshot(_SAVED_BLOCKS):
-            yield _STORES + save_events(events)
+        for piece in self._index.pieces(_SAVED_BLOCKS):
+            if isinstance(piece, Columns):
+                yield _COLUMNS + save_columns(piece)
+            else:
+                yield _STORES + save_events(piece)
         if self._groups != Groups():
             yield _GROUPS + _encode_saved(self._groups)
 
@@ -246,6 +256,8 @@ class Replica:
             try:
                 if kind == _RUN:
                     runs.append(_decode_saved(body))
+                elif kind == _COLUMNS:
+                    self._foreign.apply(load_columns(body))
                 elif kind == _STORES:
                     self._foreign.apply(load_events(body))
                 elif kind == _GROUPS:

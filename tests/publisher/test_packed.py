@@ -26,7 +26,16 @@ from kvevents.index import BlockIndex
 from kvevents.tokens import TokenIds, pack_tokens
 from publisher.foreign import ForeignState
 from publisher.link import BATCH, COLUMNS, PACKED
-from publisher.packed import Unpacked, head_of, load_events, pack_plain, save_events, unpack
+from publisher.packed import (
+    Unpacked,
+    head_of,
+    load_columns,
+    load_events,
+    pack_plain,
+    save_columns,
+    save_events,
+    unpack,
+)
 
 BUFFER = bytearray()
 """Of all of them: what was packed before leaves nothing."""
@@ -237,7 +246,25 @@ def test_what_is_kept_is_taken_up_again(events: list[BlockStored]) -> None:
     assert load_events(save_events(events)) == events
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91\x01", b"\x80"])
+@given(st.lists(plain_events() | stores(), max_size=8))
+def test_pieces_of_an_index_make_it_again(events: list[Event]) -> None:
+    """As they are kept and read back; in the order in which its blocks came."""
+    before, after = BlockIndex(), BlockIndex()
+    before.apply(events)
+    for piece in before.pieces(3):
+        if isinstance(piece, Columns):
+            assert len(piece) <= 3
+            after.apply(load_columns(save_columns(piece)))
+        else:
+            after.apply(load_events(save_events(piece)))
+    assert after._blocks == before._blocks
+    assert list(after._blocks) == list(before._blocks)
+    assert after.block_size == before.block_size or not after._blocks
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91\x01", b"\x80", b"\x91\xc4\x00"])
 def test_what_was_not_kept_is_not_taken_up(data: bytes) -> None:
+    with pytest.raises(KVEventsError, match=r"^saved columns: "):
+        load_columns(data)
     with pytest.raises(KVEventsError, match=r"^saved events: "):
         load_events(data)
