@@ -2,9 +2,10 @@
 
 Clients ask at the same moment, each in a process of its own. The silence is the longest time for which
 the subscriber got no live batch while an answer was under way. The slow client decodes each batch, rests
-now and then and takes few at a time. All of them have the lowest priority: in a fleet they run elsewhere,
-and here they would take from what is measured the processors that it needs. The peers answer with the thread that publishes; they are asked by
-one and by two clients. The idle publisher is asked for its last batch, by this process.
+now and then and takes few at a time. All clients have the lowest priority: in a fleet they run elsewhere,
+and here they would take the processors that what is measured needs. The peers answer with the thread that
+publishes; they are asked by one and by two clients. The idle publisher is asked for its last batch, by
+this process.
 """
 
 from __future__ import annotations
