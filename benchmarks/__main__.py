@@ -24,7 +24,7 @@ WORKS = (
     ),
     *("block_index", "storage"),
 )
-ALONE = ("sidecar",)
+ALONE = ("sidecar", "segments")
 """Run by name only: they compare us with ourselves, and have tables of their own."""
 
 

@@ -189,7 +189,7 @@ def _share(row: Row) -> float:
 
 
 def _reached(row: Row) -> str:
-    of_ratio = "×" in row["target"]
+    of_ratio = "×" in row["target"] and row["unit"] != "×"
     value = (
         f"{shown(row['ratio'])}×" if of_ratio else f"{shown(row['figure'])} {row['unit']}".rstrip()
     )
