@@ -468,7 +468,7 @@ def asked(server: StatusServer, request: bytes) -> bytes:
     address = (parts.hostname or "", parts.port or 0)
     with socket.create_connection(address, PATIENCE_S) as connection:
         answer = b""
-        with contextlib.suppress(ConnectionError):  # it may not wait for the rest of a long one
+        with contextlib.suppress(OSError):  # it may not wait for the rest of a long one
             connection.sendall(request)
             connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionError):
