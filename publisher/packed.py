@@ -265,47 +265,40 @@ def _with_tokens(
         end = at + len(event.block_hashes) * event.block_size * TOKEN_BYTES
         if not at < end <= len(packed):
             break
-        events.append(
-            BlockStored(
-                event.block_hashes,  # type: ignore[arg-type]  # a list of ints is one of ints or bytes
-                event.parent_block_hash,
-                TokenIds(TokenBytes(packed[at:end])),
-                event.block_size,
-                event.lora_id,
-                event.medium,
-                event.lora_name,
-                event.cache_salt,
-                event.session_id,
-                event.extra_key,
-                event.extra_keys,
-                event.group_idx,
-                event.kv_cache_spec_kind,
-                event.locality,
-            )
-        )
+        events.append(_with(packed[at:end], event))
         at = end
     if at != len(packed) or len(events) != len(found):
         raise KVEventsError("packed batch: its tokens are not those of its events")
     return events
 
 
+def _with(packed: bytes, event: _Stored) -> BlockStored:
+    """The event, with these tokens."""
+    return BlockStored(
+        event.block_hashes,  # type: ignore[arg-type]  # a list of ints is one of ints or bytes
+        event.parent_block_hash,
+        TokenIds(TokenBytes(packed)),
+        event.block_size,
+        event.lora_id,
+        event.medium,
+        event.lora_name,
+        event.cache_salt,
+        event.session_id,
+        event.extra_key,
+        event.extra_keys,
+        event.group_idx,
+        event.kv_cache_spec_kind,
+        event.locality,
+    )
+
+
 # ------------------------------------------------------------------------------------------ kept
 
 
-class _Saved(msgspec.Struct, tag_field="type", tag="BlockStored"):
+class _Saved(_Stored, tag_field="type", tag="BlockStored", gc=False):
     """BlockStored with its tokens packed."""
 
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: bytes
-    block_size: int
-    lora_id: int | None = None
-    medium: StorageMedium | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
-    extra_key: str | None = None
-    extra_keys: list[Any] | None = None
+    token_ids: bytes = b""
 
 
 def _packed(value: object) -> bytes:
@@ -351,19 +344,4 @@ def load_events(data: bytes) -> list[Event]:
         saved = _decode_saved(data)
     except _UNREADABLE as error:
         raise KVEventsError(f"saved events: {error}") from error
-    return [
-        BlockStored(
-            one.block_hashes,  # type: ignore[arg-type]  # a list of ints is one of ints or bytes
-            one.parent_block_hash,
-            TokenIds(TokenBytes(one.token_ids)),
-            one.block_size,
-            one.lora_id,
-            one.medium,
-            one.lora_name,
-            one.cache_salt,
-            one.session_id,
-            one.extra_key,
-            one.extra_keys,
-        )
-        for one in saved
-    ]
+    return [_with(one.token_ids, one) for one in saved]
