@@ -241,14 +241,14 @@ class SidecarClient:
             try:
                 if batch.dp_rank is None:
                     batch = msgspec.structs.replace(batch, dp_rank=self._worker.dp_rank)
-                body = self._buffer
-                if not (flags := pack_plain(batch, body)):
-                    body, flags = bytearray(encode_batch(batch)), BATCH
+                body: bytes | bytearray = self._buffer
+                if not (flags := pack_plain(batch, self._buffer)):
+                    body, flags = encode_batch(batch), BATCH
             except Exception as error:  # whatever an engine hands over, it gets no exception (K1)
                 self._count_invalid(error)
                 return False
             written = self._put(body, flags)
-            if len(body) > _MOST_KEPT_BYTES:
+            if len(self._buffer) > _MOST_KEPT_BYTES:
                 self._buffer = bytearray()
             self._stats.write_ns += time.perf_counter_ns() - began
             return written

@@ -94,7 +94,7 @@ _decode_head = msgspec.msgpack.Decoder(_Head).decode
 _decode_batch = msgspec.msgpack.Decoder(
     tuple[float, list[_Stored | BlockRemoved | AllBlocksCleared], int]
 ).decode
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
+_UNREADABLE = (msgspec.MsgspecError, RecursionError, OverflowError, ValueError)
 
 
 # ---------------------------------------------------------------------------------- on the link

@@ -25,7 +25,8 @@ from kvevents.errors import KVEventsError
 from kvevents.frames import End, Frame, parse_live, parse_replay_answer, replay_request
 from publisher.config import ConfigError, RelayConfig
 from publisher.engine_stream import Ask, EngineStream, RelayStats, Step
-from publisher.source import Input
+from publisher.multipart import receive_now
+from publisher.source import BYTES_PER_READ, Input
 
 __all__ = ["RelaySource"]
 
@@ -108,12 +109,18 @@ class RelaySource:
         return min(self._open_at, self._gone_at, self._replay_at, self._probe_at)
 
     def read(self, most: int) -> tuple[list[Input], bool]:
-        """The next inputs, in order, at most `most`, and whether there may be more. Bounded work."""
+        """The next inputs, in order, at most `most` and none after so many bytes, and whether there may
+        be more. Bounded work.
+        """
         self._watch_connection()
         more = self._read_replay(most) if len(self._ready) < most else True
         self._keep_time(self._clock())
         more |= self._read_live(most) if len(self._ready) < most else True
-        inputs = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+        inputs: list[Input] = []
+        size = 0
+        while self._ready and len(inputs) < most and size < BYTES_PER_READ:
+            inputs.append(self._ready.popleft())
+            size += len(inputs[-1].body)
         return inputs, more or bool(self._ready)
 
     def release(self) -> None:
@@ -240,7 +247,7 @@ class RelaySource:
         assert self._sub is not None, "connected without a socket"
         for _ in range(most):
             try:
-                self._frames.append(parse_live(self._sub.recv_multipart(zmq.NOBLOCK)))
+                self._frames.append(parse_live(receive_now(self._sub)))
             except zmq.Again:
                 return False
             except KVEventsError:
@@ -254,7 +261,7 @@ class RelaySource:
             if dealer is None or dealer is not self._dealer:
                 return False
             try:
-                answer = parse_replay_answer(dealer.recv_multipart(zmq.NOBLOCK))
+                answer = parse_replay_answer(receive_now(dealer))
             except zmq.Again:
                 return False
             except KVEventsError:

@@ -16,6 +16,7 @@ from publisher.config import SinkConfig, WorkerInfo
 from publisher.curve import Guard
 from publisher.endpoint import Endpoint
 from publisher.link import Bound
+from publisher.multipart import send_now
 from publisher.output import Frame, Output
 from publisher.replay import ReplayServer
 from publisher.status import SinkStatus
@@ -30,9 +31,6 @@ _SUBSCRIPTIONS_PER_TURN = 256
 
 _RETELL_S = 10.0
 """The state is told for joiners this often at most: others have to hear it too."""
-
-_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
-"""As ints: to make a flag of two takes longer than to send."""
 
 _REPLAY_HWM = 64
 """Answers queued for one replay client. Few: a client that does not read is noticed by a full queue."""
@@ -137,21 +135,14 @@ class Sink:
         self._quiet_since = now
         try:
             if self._config.reset_sentinel and frame.seq == 0:
-                self._send(*reset_frames(self._topic))
-            self._send(*live_frames(self._topic, frame.seq, frame.payload))
+                send_now(self.pub, reset_frames(self._topic))
+            send_now(self.pub, live_frames(self._topic, frame.seq, frame.payload))
         except zmq.Again:  # retained all the same: it shows as a gap
             status.dropped["socket"] += len(frame.events)
             return
         status.batches += 1
         status.bytes += len(frame.payload)
         status.published.add(frame.events)
-
-    def _send(self, topic: bytes, seq: bytes, payload: bytes) -> None:
-        """A message, as send_multipart does it in three times the time."""
-        send = self.pub.send
-        send(topic, _MORE)
-        send(seq, _MORE)
-        send(payload, _LAST)
 
     def heartbeat_at(self, now: float) -> float:
         """When an empty batch is due, unless another is sent before."""

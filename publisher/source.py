@@ -41,7 +41,7 @@ from publisher.link import (
 )
 from publisher.ring import RingReader
 
-__all__ = ["Input", "LinkSource", "Source", "SourceError"]
+__all__ = ["BYTES_PER_READ", "Input", "LinkSource", "Source", "SourceError"]
 
 
 class SourceError(Exception):
@@ -92,7 +92,7 @@ class Source(Protocol):
         """Safe to call twice."""
 
 
-_BYTES_PER_READ = 64 << 10
+BYTES_PER_READ = 64 << 10
 """What has been read is applied before it is sent: so much of it is not waited for long."""
 
 _FLAGS = FRESH | BATCH | PACKED | COLUMNS
@@ -190,7 +190,7 @@ class LinkSource:
             os.eventfd_read(self._wake_fd)
         inputs: list[Input] = []
         offered, size = ring.offered, 0
-        while len(inputs) < most and size < _BYTES_PER_READ:
+        while len(inputs) < most and size < BYTES_PER_READ:
             try:
                 message = ring.read()
                 if message is not None and message.number > MAX_SEQ:

@@ -44,11 +44,6 @@ _LONGEST_S = 1e9
 STUCK_S = 30.0
 """A loop that has not turned for so long is stuck."""
 
-_KEYS: tuple[Key, ...] = (
-    *(("stored", medium) for medium in ("", *(one.value for one in StorageMedium))),
-    *(("removed", medium) for medium in ("", *(one.value for one in StorageMedium))),
-    ("cleared", ""),
-)
 _STORED: dict[StorageMedium | None, Key] = {
     None: ("stored", ""),
     **{one: ("stored", one.value) for one in StorageMedium},
@@ -57,6 +52,7 @@ _REMOVED: dict[StorageMedium | None, Key] = {
     None: ("removed", ""),
     **{one: ("removed", one.value) for one in StorageMedium},
 }
+_KEYS: tuple[Key, ...] = (*_STORED.values(), *_REMOVED.values(), ("cleared", ""))
 
 
 class Buckets:

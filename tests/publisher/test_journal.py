@@ -219,6 +219,19 @@ def test_a_generation_is_due_by_its_bytes(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_many_entries_at_once_are_all_there(tmp_path: Path) -> None:
+    """More than the system writes in one call."""
+    journal = Journal(tmp_path)
+    journal.begin(HEAD, iter([]))
+    journal.advance(1 << 20)
+    entries = [Entry(Kind.INPUT, b"x", number) for number in range(2000)]
+    journal.append(*entries)
+    assert journal.failure is None
+    journal.close()
+    (found,) = read_journal(tmp_path)
+    assert list(found.entries) == entries
+
+
 def test_nothing_is_written_while_it_is_not_active(tmp_path: Path) -> None:
     """Before the first generation and after `close`, appending and advancing do nothing."""
     journal = Journal(tmp_path)

@@ -33,7 +33,6 @@ class PublisherWorkload:
         self._random = random.Random(0)
         self._next_block = 0
         self._batches: list[Any] = []
-        self._used = 0  # of the batches, by the workloads since `prepare`
         self._block_size = 0
         self._next_sequence = 0
         self._steps: dict[tuple[float, float], Callable[[], None]] = {}
@@ -78,13 +77,12 @@ class PublisherWorkload:
     def prepare(self, batches: int, events: int, blocks: int) -> dict[str, Any]:
         """Make the batches that the next workloads publish, in order; each is one new prompt."""
         self._batches = [self._peer.prepare(self._prompt(events, blocks)) for _ in range(batches)]
-        self._used = 0
         return {}
 
     def flood(self) -> dict[str, Any]:
         """Publish without a pause."""
         sent, spent = [], []
-        publish, batches = self._peer.publish_all, self._take(None)
+        publish, batches = self._peer.publish_all, self._take()
         with quiet_gc():
             for batch in batches:
                 sent.append(monotonic())
@@ -96,7 +94,7 @@ class PublisherWorkload:
     def rate(self, per_second: float) -> dict[str, Any]:
         """Publish at a fixed rate, asleep in between."""
         sent, spent = [], []
-        publish, batches = self._peer.publish, self._take(None)
+        publish, batches = self._peer.publish, self._take()
         with quiet_gc():
             begin = monotonic() + 0.05
             for index, batch in enumerate(batches):
@@ -197,12 +195,9 @@ class PublisherWorkload:
             self._steps[shape] = _calibrated_step(*shape)
         return self._steps[shape]
 
-    def _take(self, count: int | None) -> list[Any]:
-        """The next of the prepared batches; None: all that are left."""
-        end = len(self._batches) if count is None else self._used + count
-        taken, self._used = self._batches[self._used : end], end
-        if count is not None and len(taken) < count:
-            raise ValueError(f"{count} batches asked for, {len(taken)} left")
+    def _take(self) -> list[Any]:
+        """The prepared batches that are left."""
+        taken, self._batches = self._batches, []
         return taken
 
     def _report(self, sent: list[float], spent: list[int]) -> dict[str, Any]:
