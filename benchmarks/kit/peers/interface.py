@@ -56,10 +56,6 @@ class PublisherPeer(ABC):
         """Batches accepted and not sent yet."""
         return 0
 
-    def encode(self, batch: Any) -> bytes | None:  # noqa: ARG002  most have nothing to show
-        """The payload of a prepared batch; None when the peer cannot show it."""
-        return None
-
     @abstractmethod
     def stop(self) -> None:
         """Send what is left and close the sockets."""

@@ -46,7 +46,6 @@ class PublisherWorkload:
                 "rate",
                 "busy",
                 "drain",
-                "encode",
                 "stop",
             )
         }
@@ -156,17 +155,6 @@ class PublisherWorkload:
                 raise TimeoutError(f"{self._peer.backlog()} batches left after {timeout_s} s")
             time.sleep(0.02)
         return {}
-
-    def encode(self, tries: int) -> dict[str, Any]:
-        """Bytes and microseconds of one payload, where the peer can show it."""
-        batch = self._batches[0]
-        payload = self._peer.encode(batch)
-        if payload is None:
-            return {}
-        start = now()
-        for _ in range(tries):
-            self._peer.encode(batch)
-        return {"payload_bytes": len(payload), "encode_us": (now() - start) / tries / 1e3}
 
     def stop(self) -> dict[str, Any]:
         self._peer.stop()
