@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from threading import Timer
 
 import pytest
+from ports_rig import free_ports
 
 README = Path(__file__).parent.parent / "README.md"
 PATIENCE_S = 40.0
@@ -22,14 +21,6 @@ SEEN = "leading blocks of the prompt held: {'GPU': 3, 'CPU_PINNED': 0, 'DISK': 0
 
 def python_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-
-
-def free_ports(count: int) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        servers = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [str(server.getsockname()[1]) for server in servers]
 
 
 def start(file: Path) -> subprocess.Popen[str]:
@@ -63,7 +54,7 @@ def test_the_worker_and_the_router_of_the_readme_agree(tmp_path: Path) -> None:
         file.write_text(code)
     for port, free in zip(PORTS, free_ports(len(PORTS)), strict=True):
         for file in files:
-            file.write_text(file.read_text().replace(port, free))
+            file.write_text(file.read_text().replace(port, str(free)))
     with start(files[0]) as worker, start(files[1]) as router:
         watch = Timer(PATIENCE_S, router.kill)
         watch.start()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from types import TracebackType
 from typing import Self
 
 import pytest
+from ports_rig import free_port
 from storage_rig import FORM, TIMEOUT_S, StorageRig, get, pages_of, put
 
 from hicache.storage.keys import KeyScheme, PageFormat, default_keys
@@ -263,12 +263,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "in vain"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def work(address: str) -> None:

@@ -28,11 +28,11 @@ from mooncake_rig import (
     Replacer,
     Worker,
     config_of,
-    free_port,
     open_storage,
     require_mooncake,
     wait_until,
 )
+from ports_rig import free_port
 from storage_rig import FORM, TIMEOUT_S, StorageRig, content_of, get, pages_of, put
 
 from hicache.node import PageIndices

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self, TypeVar
 
-from interop_waiting import free_ports
+from ports_rig import free_ports
 
 __all__ = [
     "HERE",

@@ -1,13 +1,11 @@
-"""Bounded waits, and free ports."""
+"""Bounded waits."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
 from collections.abc import Callable
 
-__all__ = ["LOOPBACK", "PATIENCE_S", "free_ports", "wait_until"]
+__all__ = ["LOOPBACK", "PATIENCE_S", "wait_until"]
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 30.0
@@ -24,12 +22,3 @@ def wait_until(
             return False
         time.sleep(interval_s)
     return True
-
-
-def free_ports(count: int) -> list[int]:
-    """Distinct loopback TCP ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in opened:
-            one.bind((LOOPBACK, 0))
-        return [one.getsockname()[1] for one in opened]

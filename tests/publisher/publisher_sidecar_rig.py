@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -37,7 +36,6 @@ __all__ = [
     "Recorder",
     "config",
     "flushed",
-    "free_ports",
     "get",
     "sink",
     "state_of",
@@ -65,15 +63,6 @@ def config(folder: Path, *sinks: SinkConfig, **settings: Any) -> SidecarConfig:
         "state_dir": str(folder),
     }
     return SidecarConfig(**defaults | settings)
-
-
-def free_ports(count: int) -> list[int]:
-    """So many that were free a moment ago."""
-    with contextlib.ExitStack() as servers:
-        opened = [
-            servers.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [one.getsockname()[1] for one in opened]
 
 
 def get(url: str) -> tuple[int, str]:

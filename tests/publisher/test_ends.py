@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 from core_rig import BLOCK_SIZE, StoryWorker
+from ports_rig import free_endpoints
 from publisher_rig import PATIENCE_S, eventually, kill, receive_until, still_running
 
 from kvevents import AllBlocksCleared, BlockIndex, decode_batch
@@ -68,9 +69,7 @@ def test_a_backlog_is_not_told_after_the_end(tmp_path: Path, how: str) -> None:
     """With thousands of messages left in the ring when the worker dies or ends, the last batch with
     events is AllBlocksCleared, and the view is empty.
     """
-    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
-        ports = [probe.bind_to_random_port("tcp://127.0.0.1") for _ in range(2)]
-    endpoint, replay_endpoint = (f"tcp://127.0.0.1:{port}" for port in ports)
+    endpoint, replay_endpoint = free_endpoints(2)
     worker = subprocess.Popen(
         [sys.executable, "-c", DYING_WORKER, endpoint, replay_endpoint, str(tmp_path), "1"],
         stdin=subprocess.PIPE,
@@ -191,9 +190,7 @@ def test_nothing_is_told_anew_after_the_end(foreign: bool) -> None:
 @pytest.mark.integration
 def test_a_successor_cuts_the_linger_short(tmp_path: Path) -> None:
     """A worker that comes back at once on the same ports need not wait for a long linger."""
-    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
-        ports = [probe.bind_to_random_port("tcp://127.0.0.1") for _ in range(2)]
-    endpoint, replay_endpoint = (f"tcp://127.0.0.1:{port}" for port in ports)
+    endpoint, replay_endpoint = free_endpoints(2)
     arguments = endpoint, replay_endpoint, str(tmp_path), "60"
     first = subprocess.Popen(
         [sys.executable, "-c", DYING_WORKER, *arguments],

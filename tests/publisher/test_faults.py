@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
+from ports_rig import free_endpoints
 from publisher_rig import (
     LOOPBACK,
     PATIENCE_S,
@@ -29,16 +29,6 @@ from publisher import Batch, Sidecar, SidecarConfig, SinkConfig, Subscriber, Wor
 pytestmark = pytest.mark.integration
 
 WORKER = WorkerInfo(block_size=4)
-
-
-def free_endpoints() -> tuple[str, str]:
-    """Two that were free a moment ago."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as other,
-    ):
-        first, second = (each.getsockname()[1] for each in (one, other))
-        return f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{second}"
 
 
 def start(endpoint: str, replay_endpoint: str, **settings: object) -> Sidecar:
@@ -83,7 +73,7 @@ def test_a_new_run_is_not_taken_for_a_gap(batches: int, rolled: bool) -> None:
     behind the old one's, equal or far ahead when the subscriber hears of it, nothing of the old stays.
     It does not go on from where the old one was: nothing is persisted.
     """
-    endpoints = free_endpoints()
+    endpoints = free_endpoints(2)
     settings: dict[str, object] = {"buffer_steps": 3} if rolled else {}
     index = BlockIndex()
     with Subscriber(*endpoints) as subscriber:
@@ -100,7 +90,7 @@ def test_a_new_run_is_not_taken_for_a_gap(batches: int, rolled: bool) -> None:
 
 def test_a_router_that_was_there_before_its_worker() -> None:
     """Its first questions find nobody and are given up; it goes on asking, and is exact in the end."""
-    endpoints = free_endpoints()
+    endpoints = free_endpoints(2)
     index = BlockIndex()
     with Subscriber(*endpoints, replay_timeout_s=0.05) as subscriber:
         assert not follow_for(subscriber, 0.5)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from core_rig import BLOCK_SIZE, StoryWorker
+from ports_rig import free_endpoints
 from publisher_link_rig import until, worker_running
 from publisher_rig import (
     PATIENCE_S,
@@ -29,7 +30,6 @@ from publisher_sidecar_rig import (
     Recorder,
     config,
     flushed,
-    free_ports,
     get,
     sink,
     state_of,
@@ -187,7 +187,7 @@ def test_sigusr1_tells_what_an_engine_told(tmp_path: Path) -> None:
 
 def test_sigusr1_tells_what_a_relay_knows(tmp_path: Path) -> None:
     """An engine cannot tell its state anew; its relay can."""
-    pub, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    pub, replay = free_endpoints(2)
     story = StoryWorker(15, foreign=True)
     with (
         Engine() as engine,
@@ -304,7 +304,7 @@ def test_a_sidecar_that_is_there_for_ever_serves_one_worker_after_the_other(
     """It is there before the first, waits when that is gone, and goes on with the next one's state and
     the next seq.
     """
-    pub, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    pub, replay = free_endpoints(2)
     settings: dict[str, Any] = {"endpoint": pub, "replay_endpoint": replay}
     file = tmp_path / "config.toml"
     file.write_text(

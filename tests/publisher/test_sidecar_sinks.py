@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import zmq
+from ports_rig import free_ports
 from publisher_link_rig import until
 from publisher_rig import (
     LOOPBACK,
@@ -25,7 +26,6 @@ from publisher_sidecar_rig import (
     Recorder,
     config,
     flushed,
-    free_ports,
     get,
     sink,
     state_of,

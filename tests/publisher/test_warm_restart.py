@@ -12,6 +12,7 @@ from subprocess import Popen
 
 import pytest
 from core_rig import BLOCK_SIZE, StoryWorker, Truth
+from ports_rig import free_endpoints
 from publisher_link_rig import until, worker_running
 from publisher_rig import (
     PATIENCE_S,
@@ -27,7 +28,6 @@ from publisher_sidecar_rig import (
     Recorder,
     config,
     flushed,
-    free_ports,
     sink,
     state_of,
     work,
@@ -273,7 +273,7 @@ def test_the_next_worker_goes_on_where_the_killed_one_was(tmp_path: Path) -> Non
     """After kill -9 of the worker its sidecar says AllBlocksCleared and lingers; the next worker's, with
     the same ports and state, waits for that and goes on with the seq after it, clearing first.
     """
-    pub, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    pub, replay = free_endpoints(2)
     with Recorder(Bound(pub, replay)) as recorder:
         with worker_running(ONE_BLOCK_WORKER, pub, replay, str(tmp_path)) as worker:
             assert worker.stdout is not None
@@ -489,7 +489,7 @@ def test_a_relay_is_taken_up_where_it_was(tmp_path: Path) -> None:
     """After kill -9 the next one has what the engine said meanwhile from its replay, and nothing is
     cleared. When the engine does not retain that any more, AllBlocksCleared comes first.
     """
-    pub, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    pub, replay = free_endpoints(2)
     bound, story = Bound(pub, replay), StoryWorker(3, foreign=True)
 
     with Engine() as engine, Recorder(bound) as recorder:

@@ -19,6 +19,7 @@ from threading import Thread
 
 import msgspec
 import pytest
+from ports_rig import free_endpoints
 from publisher_rig import (
     PATIENCE_S,
     RawPublisher,
@@ -396,16 +397,6 @@ def test_an_engine_whose_replay_does_not_reach_back(publisher: RawPublisher) -> 
 # ------------------------------------------------------------------------------------- a sidecar
 
 
-def ports() -> tuple[str, str]:
-    """Two endpoints that were free a moment ago."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-    ):
-        first, second = (each.getsockname()[1] for each in (one, two))
-    return f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{second}"
-
-
 def subscribers(sidecar: Sidecar) -> int:
     """How many sinks have one; none while it is away."""
     url = f"{sidecar.client.http_endpoint}/metrics"
@@ -437,7 +428,7 @@ def test_a_sidecar_under_load_that_is_killed(
     """
     monkeypatch.setenv("POD_IP", "10.0.0.1")
     names = ("sglang", "vllm", "llm-d", "aibrix", "mooncake-store", "sgl-router")
-    bound = {name: ports() for name in names}
+    bound = {name: free_endpoints(2) for name in names}
     sinks = tuple(
         SinkConfig(
             name=name,

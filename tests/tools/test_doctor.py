@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from ports_rig import free_port, free_ports
 from publisher_rig import (
     PATIENCE_S,
     RawPublisher,
@@ -31,7 +32,7 @@ from publisher_rig import (
     short_folder,
     start_kvevents,
 )
-from publisher_sidecar_rig import config, flushed, free_ports, sink
+from publisher_sidecar_rig import config, flushed, sink
 
 from hicache import HiRadixCache
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
@@ -191,7 +192,7 @@ def test_the_text_is_a_line_a_probe() -> None:
     """With the advice below what is wrong, and one line in the end, which names both; no colours in a
     pipe.
     """
-    (port,) = free_ports(1)
+    port = free_port()
     done = kvevents("doctor", f"tcp://127.0.0.1:{port}", *TIMEOUT)
     first, advice, last = done.stdout.splitlines()
     assert first == f"!!  connect    nobody listens at 127.0.0.1:{port}"
@@ -312,7 +313,7 @@ def test_a_publisher_of_ipc() -> None:
 def test_a_publisher_that_connects(of_ipc: bool, tmp_path: Path) -> None:
     """A sink of mode connect and a router that connects never meet: it says so, and who must bind."""
     with short_folder() as folder:
-        (port,) = free_ports(1)
+        port = free_port()
         endpoint = f"ipc://{folder}/s" if of_ipc else f"tcp://127.0.0.1:{port}"
         with sidecar_with(tmp_path, mode="connect", endpoint=endpoint, replay_endpoint=None):
             report = doctor(endpoint, "--bind")
@@ -331,7 +332,7 @@ def test_a_publisher_that_connects(of_ipc: bool, tmp_path: Path) -> None:
 
 def test_a_publisher_that_starts_meanwhile() -> None:
     """A doctor that looks at a port again and again never takes it from the publisher that binds it."""
-    (port,) = free_ports(1)
+    port = free_port()
     endpoint, over = f"tcp://127.0.0.1:{port}", Flag()
 
     def look() -> int:
@@ -357,7 +358,7 @@ def report_has(report: Report, probe: str) -> bool:
 
 def test_a_router_that_waits_there_too() -> None:
     """Somebody who connects and is no publisher is not taken for one."""
-    (port,) = free_ports(1)
+    port = free_port()
     with zmq.Context() as context, context.socket(zmq.SUB) as other:
         other.setsockopt(zmq.LINGER, 0)
         other.connect(f"tcp://127.0.0.1:{port}")
@@ -368,7 +369,7 @@ def test_a_router_that_waits_there_too() -> None:
 
 def test_nobody_at_all() -> None:
     """Where nobody listens and nobody connects, the first is all there is to say."""
-    (port,) = free_ports(1)
+    port = free_port()
     report = doctor(f"tcp://127.0.0.1:{port}", "--bind")
     assert [one["probe"] for one in report.findings] == ["connect", "conclusion"]
     assert report.code == 3
@@ -830,7 +831,7 @@ def test_a_replay_that_takes_longer_than_we_do() -> None:
 
 def test_a_replay_endpoint_where_nobody_is() -> None:
     """What an engine needs for one."""
-    (port,) = free_ports(1)
+    port = free_port()
     with RawPublisher() as publisher:
         report = doctor(
             publisher.endpoint, "--replay-endpoint", f"tcp://127.0.0.1:{port}", *BRIEFLY
@@ -935,7 +936,7 @@ def test_a_worker_that_has_told_nothing(tmp_path: Path) -> None:
 
 def test_a_sink_that_connects_to_the_router(tmp_path: Path) -> None:
     """/state says that the router must bind, also where we may not."""
-    (port,) = free_ports(1)
+    port = free_port()
     endpoint = f"tcp://127.0.0.1:{port}"
     with sidecar_with(tmp_path, mode="connect", endpoint=endpoint, replay_endpoint=None) as (
         sidecar,
@@ -996,7 +997,7 @@ def engine(pages: dict[str, tuple[int, bytes]]) -> Iterator[str]:
 def test_an_engines_http(pages: dict[str, bytes], verdict: str, text: str) -> None:
     """What it says of its own settings, or that it is there; whatever it says is taken as it is."""
     served = {path: (200, body) for path, body in pages.items()}
-    (port,) = free_ports(1)
+    port = free_port()
     with engine(served) as http:
         report = doctor(f"tcp://127.0.0.1:{port}", "--http", http)
         assert text in report.text("http", verdict)
