@@ -30,7 +30,7 @@ __all__ = ["RETRY_S", "ReplayServer", "ReplayStats"]
 RETRY_S = 0.001
 """How soon a client with a full queue is tried again."""
 
-_TURN_S = 0.002
+_TURN_S = 0.0005
 """The last message of a turn is begun before that."""
 _REQUESTS_PER_TURN = 64
 _BEGUN_PER_TURN = 16
