@@ -36,7 +36,7 @@ __all__ = ["NAME", "main", "measure"]
 NAME = "replays"
 RETAINED, EVENTS, LIVE_PER_S, ROUNDS = 10_000, 8, 1000, 2
 BEFORE_S, SLOW_HIGH_WATER = 0.3, 100
-ASKS, PEER_ASKS, REST_S, PATIENCE_MS = 40, 12, 0.1, 5000
+ASKS, PEER_ASKS, REST_S, PATIENCE_MS = 40, 10, 0.06, 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,15 @@ class Case:
 
     fast: int
     slow: int = 0
-    live_s: float = 1.5
+    live_s: float = 1.0
 
 
-CASES = {"1": Case(1), "2": Case(2), "4": Case(4, live_s=2.5), "slow": Case(3, 1, live_s=2.5)}
+CASES = {
+    "1": Case(1, live_s=1.0),
+    "2": Case(2, live_s=1.4),
+    "4": Case(4, live_s=2.0),
+    "slow": Case(3, 1, live_s=2.0),
+}
 OF_PEERS = ("1", "2")
 ELSEWHERE = ("nice", "-n", "19")
 
@@ -58,7 +63,7 @@ class Answered:
     """What came of a case. `whole`: of how many clients all they asked for came, in order, to the end.
 
     Times in ms: of the fast clients' answers the longest; the live stream's longest silence and latency,
-    while an answer was under way and before that.
+    while an answer was under way and before that; and for how long the caller published nothing.
     """
 
     whole: int
@@ -67,6 +72,7 @@ class Answered:
     silence_ms: float
     latency_ms: float
     quiet_ms: float
+    caller_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,7 @@ def _answered(
         for at, latency in zip(live.at, live.latencies_us, strict=True)
         if asked <= at <= ended
     ]
+    published = [at - latency / 1e6 for at, latency in zip(under_way, latencies, strict=True)]
     return Answered(
         whole=sum(_is_whole(one, retained) for one in reports),
         clients=len(reports),
@@ -143,6 +150,7 @@ def _answered(
         silence_ms=_longest([asked, *under_way, min(ended, live.at[-1])]) * 1e3,
         latency_ms=max(latencies, default=0.0) / 1e3,
         quiet_ms=_longest(before) * 1e3,
+        caller_ms=_longest(published) * 1e3,
     )
 
 
@@ -230,7 +238,11 @@ class _Table:
         silences, ours = self._of(name, "silence_ms"), self._found[OURS]
         quiet = median(one.cases[name].quiet_ms for one in ours)
         latency = median(one.cases[name].latency_ms for one in ours)
-        note = f"highest latency {shown(latency)} ms; before they ask, silent for {shown(quiet)} ms"
+        caller = median(one.cases[name].caller_ms for one in ours)
+        note = (
+            f"highest latency {shown(latency)} ms; the caller itself silent for {shown(caller)} ms, "
+            f"and the stream for {shown(quiet)} ms before they ask"
+        )
         if len(silences) > 1:
             note = f"{others(silences, ours=OURS, unit=' ms', absent={})}; {note}"
         return self._row(
