@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from kvevents.codec import pack_batch
+from kvevents.columns import Columns
 from kvevents.dialect import Dialect, HashForm
 from kvevents.events import (
     AllBlocksCleared,
@@ -62,6 +63,8 @@ class Speller:
         self._medium = dict(dialect.media)
         self._hash = _HASH_FORMS[dialect.hash_form]
         self._event = _EVENT_FORMS[dialect.event_form]
+        named = dialect.event_form == "array" and "lora_name" in dialect.namespaces
+        self._column_forms = _COLUMN_FORMS["named array" if named else dialect.event_form]
         self._ours = (
             dialect.event_form == "map"
             and dialect.hash_form == "i64"
@@ -89,6 +92,8 @@ class Speller:
         """Nothing is to be done."""
 
     def _spell(self, ts: float, events: Sequence[Event]) -> bytes:
+        if type(events) is Columns and not (self._ours or self._cuts):
+            return _encode((ts, self._spell_columns(events), self._dp_rank))
         told = list(self._cut(events)) if self._cuts else events
         if self._ours:
             return pack_batch(KVEventBatch(ts, list(told), self._dp_rank))
@@ -114,6 +119,26 @@ class Speller:
                 else:
                     hashes = event.block_hashes[start:stop]
                     yield msgspec.structs.replace(event, block_hashes=hashes)
+
+    def _spell_columns(self, columns: Columns) -> list[Any]:
+        """The same for a batch in columns, of which no event is made."""
+        form, size, text = self._hash, columns.block_size, self._medium[columns.medium]
+        stored, removed = self._column_forms
+        names = columns.hashes if form is int else list(map(form, columns.hashes))
+        ids = TokenIds(columns.packed).tolist()
+        told: list[Any] = []
+        at = start = 0
+        for count, parent in zip(columns.counts, columns.parents, strict=True):
+            if count < 0:
+                told.append(removed(names[at : at - count], text))
+                at -= count
+                continue
+            stop = start + count * size
+            before = parent if parent is None else form(parent)
+            told.append(stored(names[at : at + count], before, ids[start:stop], size, text))
+            at += count
+            start = stop
+        return told
 
     # ------------------------------------------------------------------------------- forms
 
@@ -233,6 +258,48 @@ class _VllmStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
+
+
+def _map_stored(names: list[Any], parent: Any, ids: list[int], size: int, text: str) -> Any:
+    return {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": parent,
+        "token_ids": ids,
+        "block_size": size,
+        "lora_id": None,
+        "medium": text,
+        "lora_name": None,
+    }
+
+
+def _map_removed(names: list[Any], text: str) -> Any:
+    return {"type": "BlockRemoved", "block_hashes": names, "medium": text}
+
+
+def _vllm_stored(names: list[Any], parent: Any, ids: list[int], size: int, text: str) -> Any:
+    return _VllmStored(names, parent, ids, size, None, text, None)
+
+
+def _array_stored(names: list[Any], parent: Any, ids: list[int], size: int, text: str) -> Any:
+    return ("BlockStored", names, parent, ids, size, None, text)
+
+
+def _named_array_stored(names: list[Any], parent: Any, ids: list[int], size: int, text: str) -> Any:
+    return ("BlockStored", names, parent, ids, size, None, text, None)
+
+
+def _array_removed(names: list[Any], text: str) -> Any:
+    return ("BlockRemoved", names, text)
+
+
+_COLUMN_FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "map": (_map_stored, _map_removed),
+    "vllm": (_vllm_stored, _map_removed),
+    "array": (_array_stored, _array_removed),
+    "named array": (_named_array_stored, _array_removed),
+}
+"""A store and a removal of which nothing unusual is said."""
 
 
 def _ids(event: BlockStored) -> list[int]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from kvevents.columns import Columns
 from kvevents.dialect import NAMESPACES, Dialect
 from kvevents.events import (
     AllBlocksCleared,
@@ -59,7 +60,7 @@ class View:
 
     def apply(self, events: Sequence[Event]) -> Sequence[Event]:
         """What of these events is told."""
-        if self.plain:
+        if self.plain or (type(events) is Columns and self._tells_columns(events)):
             return events
         told: list[Event] = []
         for event in events:
@@ -77,6 +78,14 @@ class View:
         if not self._redacts:
             return told
         return [without_tokens(one) if isinstance(one, BlockStored) else one for one in told]
+
+    def _tells_columns(self, columns: Columns) -> bool:
+        """Whether they are told as they are: in no namespace, and behind nothing that is left out."""
+        return (
+            not self._redacts
+            and not self._hidden
+            and self._group.get(columns.medium) == _BIT[columns.medium]
+        )
 
     def _store(self, event: BlockStored) -> Iterator[Event]:
         medium = medium_of(event)
