@@ -17,7 +17,10 @@ _NO_TOKENS: tuple[int, ...] = ()
 def piece_of(
     event: BlockStored, start: int, stop: int, medium: StorageMedium | None = None
 ) -> BlockStored:
-    """Blocks `start` to `stop` of `event`, on `medium` if that is given; itself when nothing differs."""
+    """Blocks `start` to `stop` of `event`, on `medium` if that is given; itself when nothing differs.
+
+    Extra keys are left out where none of these blocks has any.
+    """
     if medium is None:
         medium = event.medium
     if stop - start == len(event.block_hashes) and medium is event.medium:
@@ -30,14 +33,14 @@ def piece_of(
             tokens = TokenIds(TokenBytes(pack_tokens(tokens)[start * step : stop * step]))
         else:
             tokens = tokens[start * size : stop * size]
-    keys = event.extra_keys
+    keys = event.extra_keys[start:stop] if event.extra_keys else []
     return msgspec.structs.replace(
         event,
         block_hashes=event.block_hashes[start:stop],
         parent_block_hash=event.block_hashes[start - 1] if start else event.parent_block_hash,
         token_ids=tokens,
         medium=medium,
-        extra_keys=None if keys is None else keys[start:stop],
+        extra_keys=keys if any(keys) else None,
     )
 
 

@@ -92,7 +92,7 @@ class Speller:
         """Nothing is to be done."""
 
     def _spell(self, ts: float, events: Sequence[Event]) -> bytes:
-        if type(events) is Columns and not (self._ours or self._cuts):
+        if type(events) is Columns and not self._cuts:
             return _encode((ts, self._spell_columns(events), self._dp_rank))
         told = list(self._cut(events)) if self._cuts else events
         if self._ours:

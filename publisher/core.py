@@ -88,8 +88,8 @@ class Core:
         self._sinks, self._names = sinks, names
         self._spellers: dict[Dialect, Speller] = {}
         self._fingerprints = (
-            tuple(  # 3: of the spelling; another when the same events give other bytes
-                f"3 {_fingerprint(sink.spelling)} {sink.coalesce_s > 0} {worker.dp_rank}"
+            tuple(  # 4: of the spelling; another when the same events give other bytes
+                f"4 {_fingerprint(sink.spelling)} {sink.coalesce_s > 0} {worker.dp_rank}"
                 for sink in sinks
             )
         )

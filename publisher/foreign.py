@@ -7,8 +7,8 @@ F1  A block is stored on a medium only while it is not on it, and removed only w
 F2  A held block's parent is None or held, on whichever medium, and never the block itself: a block that
     leaves its last medium takes those behind it along.
 F3  Hashes are signed 64-bit integers, media are named, and tokens are whole blocks of the worker's size.
-F4  An event has at least one block, and no empty name or list in place of none. One that needs no change
-    comes out as the same object.
+F4  An event has at least one block, no empty name or list in place of none, and no keys for each block
+    that are none of any. One that needs no change comes out as the same object.
 F5  Of a hybrid model's KV cache groups one comes out, the main one, and without its number: what another
     group stores or removes touches nothing. The main group is the first that is told to be of full
     attention; until one is, it is group 0. Events without a group are always of the main one.
@@ -209,12 +209,15 @@ class ForeignState:
         """What is held, as told by the events that came out."""
         return self._index
 
-    def apply(self, events: Iterable[Event]) -> Sequence[Event]:
+    def apply(self, events: Iterable[Event], group: int | None = None) -> Sequence[Event]:
         """Take an engine's events, in order; those to publish (F1-F8). Never raises for what they say.
 
-        Columns that are sound as a whole come out as they are.
+        Columns that are sound as a whole come out as they are. `group`: of columns, the KV cache group
+        that all their events are of, if it was named.
         """
         index = self._index
+        if group is not None and type(events) is Columns and not self._takes(events, group):
+            return []
         if type(events) is Columns and events.block_size == self._block_size:
             if index._store_columns(events):
                 return events
@@ -249,6 +252,15 @@ class ForeignState:
         self.groups = Groups()
 
     # ---------------------------------------------------------------------------------- groups
+
+    def _takes(self, columns: Columns, group: int) -> bool:
+        """Whether these are of the main group; counted if not. Their kind is not known."""
+        if group == 0 and self.groups == Groups() and max(columns.counts) > 0:
+            self.groups = Groups(guessed=True)
+        if group == (self.groups.main or 0):
+            return True
+        self.counts.other_groups += len(columns.hashes)
+        return False
 
     def _choose_group(self, event: BlockStored) -> list[Event]:
         """See whether it is of the main group, and forget what came of another in its place."""
@@ -444,8 +456,9 @@ def _plain(
         event.cache_salt,
         event.extra_key,
     )
-    whole = event.group_idx is None and event.kv_cache_spec_kind is None and event.extra_keys != []
-    whole = whole and event.locality is None
+    keys = event.extra_keys if event.extra_keys and any(event.extra_keys) else None
+    whole = event.group_idx is None and event.kv_cache_spec_kind is None
+    whole = whole and event.locality is None and keys == event.extra_keys
     signed = parent == event.parent_block_hash and hashes == event.block_hashes
     if named and whole and signed:
         return event
@@ -457,7 +470,7 @@ def _plain(
         lora_name=event.lora_name or None,
         cache_salt=event.cache_salt or None,
         extra_key=event.extra_key or None,
-        extra_keys=event.extra_keys or None,
+        extra_keys=keys,
         group_idx=None,
         kv_cache_spec_kind=None,
         locality=None,

@@ -5,6 +5,7 @@ tokens once more, packed, and where nothing unusual is said, all the rest in col
 thread encodes a batch once, and the sidecar neither reads its tokens one by one nor encodes them again.
 
 A body: the head's length as u32, the head, the payload. What is kept of one in columns is its head alone.
+One whose events name a KV cache group, as vLLM's do, has no payload: no subscriber is told the group.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = [
 
 _LITTLE = sys.byteorder == "little"
 _MAX_RANK, _MIN_INT, _MAX_INT = 2**31 - 1, -(2**63), 2**63 - 1
+_MAX_GROUP = 2**31 - 1
 _FIRST_OPTIONAL = BlockStored.__struct_fields__.index("lora_name")
 _NONE = (None,) * (len(BlockStored.__struct_fields__) - _FIRST_OPTIONAL)
 _INTS = {int}
@@ -69,6 +71,7 @@ class _Head(msgspec.Struct, array_like=True, gc=False):
     medium: StorageMedium = StorageMedium.GPU
     ts: float = 0.0
     dp_rank: int = 0
+    group: int | None = None
 
 
 class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
@@ -119,7 +122,8 @@ def pack_plain(batch: KVEventBatch, buffer: bytearray) -> int:
             _encoder.encode_into(head, buffer, _length.size)
             flags = BATCH | PACKED | COLUMNS
         _length.pack_into(buffer, 0, len(buffer) - _length.size)
-        pack_batch_into(batch, buffer)
+        if head.group is None:
+            pack_batch_into(batch, buffer)
         return flags
     except (TypeError, ValueError, OverflowError, AttributeError, MemoryError):
         return 0
@@ -136,6 +140,7 @@ def _take(batch: KVEventBatch, tokens: array[int], head: _Head) -> bool:
         return False
     all_hashes, parents, counts = head.hashes, head.parents, head.counts
     all_of_size, all_on, mixed = 0, None, False
+    groups: set[int | None] = set()
     for event in events:
         if type(event) is BlockStored:
             hashes, ids, size = event.block_hashes, event.token_ids, event.block_size
@@ -169,7 +174,11 @@ def _take(batch: KVEventBatch, tokens: array[int], head: _Head) -> bool:
             if size != all_of_size:
                 mixed = mixed or all_of_size > 0
                 all_of_size = size
-            if event.lora_id is not None or astuple(event)[_FIRST_OPTIONAL:] != _NONE:
+            if event.lora_id is None and astuple(event)[_FIRST_OPTIONAL:] == _NONE:
+                groups.add(None)
+            elif _says_group(event, count):
+                groups.add(event.group_idx)
+            else:
                 check_event(event, "event")
                 mixed = True
         elif type(event) is BlockRemoved:
@@ -178,7 +187,8 @@ def _take(batch: KVEventBatch, tokens: array[int], head: _Head) -> bool:
             all_hashes += hashes  # type: ignore[arg-type]  # ints, as was checked
             parents.append(None)
             counts.append(-len(hashes))
-            mixed = mixed or event.group_idx is not None or event.locality is not None
+            groups.add(event.group_idx)
+            mixed = mixed or event.locality is not None
         elif type(event) is AllBlocksCleared:
             mixed = True
             continue
@@ -187,10 +197,25 @@ def _take(batch: KVEventBatch, tokens: array[int], head: _Head) -> bool:
         if medium is not all_on:
             mixed = mixed or all_on is not None
             all_on = medium
+    mixed = mixed or len(groups) > 1
+    head.group = None if mixed or not groups else groups.pop()
     head.block_size = _MIXED if mixed else all_of_size or 1
     head.medium = all_on or StorageMedium.GPU
     head.ts, head.dp_rank = ts, rank
     return True
+
+
+def _says_group(event: BlockStored, count: int) -> bool:
+    """Whether its group is all that is said of it besides, and perhaps that no block has keys."""
+    group, keys = event.group_idx, event.extra_keys
+    said = (None, None, None, None, keys, group, None, None)
+    return (
+        type(group) is int
+        and 0 <= group <= _MAX_GROUP
+        and event.lora_id is None
+        and astuple(event)[_FIRST_OPTIONAL:] == said
+        and (keys is None or (type(keys) is list and keys.count(None) == len(keys) == count))
+    )
 
 
 def _has_small(packed: bytes) -> bool:
@@ -216,12 +241,15 @@ def head_of(body: bytes) -> bytes:
 
 
 class Unpacked(NamedTuple):
-    """A batch as it was packed. `payload`: what says all of it, if it is there."""
+    """A batch as it was packed. `payload`: what says all of it, if it is there. `group`: the KV cache
+    group of all events, which they do not name then.
+    """
 
     ts: float
     events: Sequence[Event]
     dp_rank: int | None
     payload: bytes | None
+    group: int | None = None
 
 
 def unpack(body: bytes, flags: int) -> Unpacked:
@@ -231,7 +259,7 @@ def unpack(body: bytes, flags: int) -> Unpacked:
         head = _decode_head(memoryview(body)[_length.size : start])
         payload = body[start:]
         if flags & COLUMNS:
-            return Unpacked(head.ts, _columns(head), head.dp_rank, payload or None)
+            return Unpacked(head.ts, _columns(head), head.dp_rank, payload or None, head.group)
     except (*_UNREADABLE, struct.error) as error:
         raise KVEventsError(f"packed batch: {error}") from error
     try:

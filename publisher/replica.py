@@ -195,7 +195,7 @@ class Replica:
         if type(batch.events) is not Columns and _clears(batch.events):
             self._runs = Materializer(self._worker.block_size, self._worker.hash_format)
         self.counts.applied += 1
-        told = self._foreign.apply(batch.events)
+        told = self._foreign.apply(batch.events, batch.group)
         if begun:
             return Told(batch.ts, [*begun, *told])
         if batch.dp_rank == self._worker.dp_rank and _are_same(told, batch.events):

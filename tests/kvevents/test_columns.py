@@ -75,9 +75,8 @@ def test_no_event_is_made_to_spell_columns(name: str) -> None:
     if StorageMedium.GPU not in dict(dialect.media) or dialect.blocks_per_event is not None:
         return
     assert told is batch
-    if not Speller(dialect, 0).verbatim:  # those are sent what the worker has encoded
-        Speller(dialect, 0).spell(1.5, told)
-        assert batch._events is None
+    Speller(dialect, 0).spell(1.5, told)
+    assert batch._events is None
 
 
 Batches = st.lists(

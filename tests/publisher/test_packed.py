@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvevents import (
     AllBlocksCleared,
@@ -98,14 +99,66 @@ Batches = st.builds(
 
 @given(Batches)
 def test_what_is_packed_is_read_back(batch: KVEventBatch) -> None:
-    """With the payload that the codec would have made, and tokens as lists nowhere."""
+    """With the payload that the codec would have made, and tokens as lists nowhere; in place of a payload
+    that names a group, the group.
+    """
     body, flags = packed_of(batch)
-    ts, events, rank, payload = unpack(body, flags)
-    assert payload == encode_batch(batch)
+    ts, events, rank, payload, group = unpack(body, flags)
     assert (ts, rank) == (batch.ts, batch.dp_rank)
-    assert list(events) == batch.events == decode_batch(payload).batch.events
+    if group is None:
+        assert payload == encode_batch(batch)
+        assert list(events) == batch.events == decode_batch(payload).batch.events
+    else:
+        assert payload is None
+        assert [in_group(event, group) for event in events] == list(map(without_keys, batch.events))
     stored = [event for event in events if isinstance(event, BlockStored)]
     assert all(type(event.token_ids) is TokenIds for event in stored)
+
+
+def in_group(event: Event, group: int | None) -> Event:
+    assert not isinstance(event, AllBlocksCleared)
+    return replace(event, group_idx=group)
+
+
+def without_keys(event: Event) -> Event:
+    """Keys left out that are none of any block."""
+    if isinstance(event, BlockStored) and not any(event.extra_keys or ()):
+        return replace(event, extra_keys=None)
+    return event
+
+
+@given(st.lists(plain_events(), min_size=1, max_size=5), st.integers(0, 2), st.booleans())
+def test_events_of_one_group_are_in_columns(events: list[Event], group: int, keyed: bool) -> None:
+    """As vLLM's are, whose stores list the keys of each block though there are none."""
+    named = [in_group(event, group) for event in events]
+    for event in named:
+        if isinstance(event, BlockStored) and keyed:
+            event.extra_keys = [None] * len(event.block_hashes)
+    body, flags = packed_of(KVEventBatch(1.0, named, 0))
+    assert flags & COLUMNS
+    read = unpack(body, flags)
+    assert (read.events, read.group, read.payload) == (events, group, None)
+
+
+@given(st.lists(st.lists(plain_events(), min_size=1, max_size=4), max_size=6), st.data())
+def test_a_group_in_columns_is_one_that_each_event_names(
+    batches: list[list[Event]], data: st.DataObject
+) -> None:
+    """Of the groups that are told so, some the main one and some not, what comes out is the same."""
+    at_once, one_by_one = ForeignState(2), ForeignState(2)
+    for events in batches:
+        group = data.draw(st.integers(0, 2))
+        kind = data.draw(st.none() | st.just("full_attention"))
+        named = [in_group(event, group) for event in events]
+        if kind is not None and isinstance(named[0], BlockStored):
+            named[0].kv_cache_spec_kind = kind
+        body, flags = packed_of(KVEventBatch(1.0, named, 0))
+        read = unpack(body, flags)
+        told = at_once.apply(read.events, read.group)
+        assert list(told) == list(one_by_one.apply(named))
+        assert at_once.groups == one_by_one.groups
+        assert at_once.counts == one_by_one.counts
+        assert at_once.index.resident == one_by_one.index.resident
 
 
 @given(Batches)
@@ -152,7 +205,10 @@ def test_what_is_packed_may_be_sent(batch: KVEventBatch, data: st.DataObject) ->
     if flags := pack_plain(batch, BUFFER):
         check_batch(batch)
         read = unpack(bytes(BUFFER), flags)
-        assert list(read.events) == decode_batch(encode_batch(batch)).batch.events
+        whole = decode_batch(encode_batch(batch)).batch.events
+        if read.group is not None:
+            whole = [in_group(without_keys(event), None) for event in whole]
+        assert list(read.events) == whole
         assert read.payload in (None, encode_batch(batch))
 
 
@@ -189,7 +245,7 @@ def test_a_body_that_is_none_is_refused(batch: KVEventBatch, data: st.DataObject
         except KVEventsError:
             continue
         state = ForeignState(2)
-        told = state.apply(read.events)
+        told = state.apply(read.events, read.group)
         check_batch(KVEventBatch(1.0, list(told), 0))
     head_of(bytes(body))
 
