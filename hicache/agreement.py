@@ -55,12 +55,14 @@ class GroupAgreement:
         self._size = torch.distributed.get_world_size(group)
 
     def least(self, values: list[int]) -> list[int]:
+        """See `Agreement`. Waits for all ranks."""
         tensor = torch.tensor(values, dtype=torch.int64)
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN, group=self._group)
         agreed: list[int] = tensor.tolist()
         return agreed
 
     def gather(self, keys: list[bytes]) -> list[list[bytes]]:
+        """See `Agreement`. Waits for all ranks."""
         gathered: list[Any] = [None] * self._size
         torch.distributed.all_gather_object(gathered, keys, group=self._group)
         return gathered

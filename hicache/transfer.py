@@ -9,9 +9,10 @@ X3  Until a job is done or failed, its destination is being written.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +29,8 @@ __all__ = ["CpuTransfers", "CudaTransfers", "TransferJob", "Transfers", "transfe
 _LOOK_S = 20e-6
 _CLOSE_TIMEOUT_S = 5.0
 _LARGE_PAGE_BYTES = 1 << 16
+_FEW_PIECES = 1 << 10
+"""A plane's pages; to copy one takes the interpreter 0.2 µs."""
 
 
 class TransferJob(Protocol):
@@ -85,7 +88,9 @@ class CpuTransfers:
     """For a device pool in main memory: a thread copies, and torch's copies release the GIL.
 
     Batches of up to `at_once_bytes` are copied in `start`, in a tenth of a millisecond: beside an
-    interpreter that is never idle the thread would wait longer than that for its turn, up to 5 ms.
+    interpreter that is never idle the thread would wait longer than that for its turn, up to 5 ms. A few
+    pieces are copied without torch, which lets go of the GIL too and shares the work with threads of its
+    own, who may have to wait for a core.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class CpuTransfers:
         self._device, self._host = device_pool, host_pool
         self._planes, self._pages = as_words(device_pool.raw), as_words(host_pool.raw)
         self._at_once_pages = at_once_bytes // host_pool.bytes_per_page
+        self._device_bytes, self._host_bytes = _bytes_of(device_pool.raw), _bytes_of(host_pool.raw)
         self._thread = BackgroundThread("kv-transfers")
         self._submitted: list[tuple[_CpuJob, Tier, _Batch]] = []
         self._closed = False
@@ -111,8 +117,10 @@ class CpuTransfers:
             jobs = [job for job, to, _ in submitted if to is target]
             if jobs:
                 batch = _joined(batch for _, to, batch in submitted if to is target)
-                if len(batch.host_pages) <= self._at_once_pages and not self._closed:
-                    future = self._copy_now(target, batch)
+                num_pages = len(batch.host_pages)
+                if num_pages <= self._at_once_pages and not self._closed:
+                    few = num_pages * self._planes.shape[0] <= _FEW_PIECES
+                    future = self._copy_now(self._copy_pieces if few else self._copy, target, batch)
                 else:
                     future = self._thread.submit(self._copy, target, batch)
                 for job in jobs:
@@ -132,15 +140,31 @@ class CpuTransfers:
         self._submitted.clear()
         self._thread.close()
 
-    def _copy_now(self, target: Tier, batch: _Batch) -> Future[None]:
+    def _copy_now(
+        self, copy: Callable[[Tier, _Batch], None], target: Tier, batch: _Batch
+    ) -> Future[None]:
         future: Future[None] = Future()
         try:
-            self._copy(target, batch)
+            copy(target, batch)
         except Exception as error:  # as in the thread, it is the job that fails
             future.set_exception(error)
         else:
             future.set_result(None)
         return future
+
+    def _copy_pieces(self, target: Tier, batch: _Batch) -> None:
+        """Each plane's part of each page."""
+        num_planes, num_pages, size = self._device.raw.shape
+        device, host = self._device_bytes, self._host_bytes
+        step = num_planes * size
+        for plane in range(num_planes):
+            base, offset = plane * num_pages * size, plane * size
+            for device_page, host_page in zip(batch.device_pages, batch.host_pages, strict=True):
+                here, there = base + device_page * size, offset + host_page * step
+                if target is Tier.HOST:
+                    host[there : there + size] = device[here : here + size]
+                else:
+                    device[here : here + size] = host[there : there + size]
 
     def _copy(self, target: Tier, batch: _Batch) -> None:
         """Torch has the least to do per byte with large pages one by one, small ones all at once."""
@@ -273,6 +297,11 @@ class CudaTransfers:
             for place, page in enumerate(host_pages):
                 staging[place].copy_(self._pages[page], non_blocking=True)
             scatter(staging, index, self._planes)
+
+
+def _bytes_of(raw: torch.Tensor) -> memoryview:
+    """A tensor's memory, as long as that is there."""
+    return memoryview((ctypes.c_char * raw.numel()).from_address(raw.data_ptr())).cast("B")
 
 
 def as_words(raw: torch.Tensor) -> torch.Tensor:

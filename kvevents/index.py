@@ -125,9 +125,12 @@ class BlockIndex:
             or not are_canonical(hashes)
         ):
             return False
-        packed = tokens.packed if type(tokens) is TokenIds else self._tokens_of(event)
+        try:
+            packed = tokens.packed if type(tokens) is TokenIds else pack_tokens(tokens)
+        except (TypeError, ValueError):
+            return False
         count, bit, step = len(hashes), _BIT[medium], size * TOKEN_BYTES
-        if packed is None or len(packed) != count * step:
+        if len(packed) != count * step:
             return False
         new: Sequence[Block]
         if count == 1:

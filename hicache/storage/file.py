@@ -8,9 +8,10 @@ F1  What is stored is closed: a page's parent is stored too, or it starts a prom
 F2  Only the writing thread changes files. The reading thread takes what it finds damaged out of the index
     and leaves the file to the writing thread, which does not touch one that was stored again by then.
 F3  The index's lock is never held while a file is read, written or removed.
+F4  A page that is written may take the file of one that was given up, which then is no more: a reader
+    who is in it still finds another page, or a mixture, whose checksum is wrong.
 
-A page's checksum takes as long as writing it does, so that of a large one is computed meanwhile, by a
-third thread.
+The checksums of large pages are computed by a third thread, as far ahead of the writing one as it comes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from zlib import crc32
 
 from hicache.background import BackgroundThread
 from hicache.node import PageIndices
@@ -29,7 +29,7 @@ from hicache.pool import HostPool
 from hicache.storage.backend import StorageError, StorageStats, StoredPage
 from hicache.storage.chains import Chains, Entry
 from hicache.storage.keys import KeyScheme, PageFormat, file_keys
-from hicache.storage.page_file import BadPage
+from hicache.storage.page_file import BadPage, page_sum
 from hicache.storage.page_folder import PageFolder
 from hicache.tier import Tier
 
@@ -38,8 +38,9 @@ __all__ = ["FileStorage"]
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 """Errors that say nothing about the file."""
 
+
 _LARGE = 256 << 10
-"""Bytes whose checksum takes longer than having another thread compute it."""
+"""Bytes whose checksum takes longer than to pass it on."""
 
 
 class _Refused(Exception):
@@ -207,6 +208,7 @@ class FileStorage:
 
     def _put(self, pages: Sequence[StoredPage], contents: list[memoryview], cleared: int) -> int:
         reason = "put: lost again meanwhile"
+        sums = self._summed(pages, contents)
         try:
             self._make_room(pages)
             for page, content in zip(pages, contents, strict=True):
@@ -214,9 +216,12 @@ class FileStorage:
                     raise _Refused("the store is being closed")
                 if cleared != self._cleared:
                     raise _Refused("cleared meanwhile")
-                self._store(page, content, cleared)
+                self._store(page, content, cleared, sums.get(page.key))
         except Exception as error:  # no future raises
             reason = f"put: {error if isinstance(error, (OSError, _Refused)) else repr(error)}"
+        self._folder.trim()
+        for one in sums.values():
+            one.cancel()
         stored = self._use_prefix([page.key for page in pages])
         num_stored = len(stored) if cleared == self._cleared else 0
         if num_stored < len(pages):
@@ -225,7 +230,23 @@ class FileStorage:
             self.stats.failed_puts += len(pages) - num_stored
         return num_stored
 
-    def _store(self, page: StoredPage, content: memoryview, cleared: int) -> None:
+    def _summed(
+        self, pages: Sequence[StoredPage], contents: list[memoryview]
+    ) -> dict[bytes, Future[int]]:
+        """The checksums of those that are to be written, where they are large."""
+        if self._form.bytes_per_page < _LARGE:
+            return {}
+        with self._lock:
+            new = {page.key for page in self._storable(pages)}
+        return {
+            page.key: self._summer.submit(page_sum, content)
+            for page, content in zip(pages, contents, strict=True)
+            if page.key in new
+        }
+
+    def _store(
+        self, page: StoredPage, content: memoryview, cleared: int, checksum: Future[int] | None
+    ) -> None:
         with self._lock:
             if page.key in self._chains:
                 return
@@ -234,9 +255,7 @@ class FileStorage:
         size, room = self._folder.size_of(page), self._room(1)
         if size > room:
             raise _Refused(f"no room for {size} bytes within max_bytes and min_free_bytes")
-        large = len(content) >= _LARGE
-        checksum = self._summer.submit(crc32, content).result if large else None
-        self._folder.write(page, content, checksum)
+        self._folder.write(page, content, checksum.result if checksum else None)
         with self._lock:
             closed = self._chains.has_parent(page) and cleared == self._cleared
             if closed:
@@ -277,7 +296,7 @@ class FileStorage:
             oldest = self._chains.oldest()
         if oldest is None or oldest.page.key in chain:
             return False
-        self._folder.remove(oldest.page.key)
+        self._folder.spare(oldest.page.key)
         with self._lock:
             if self._chains.get(oldest.page.key) is oldest:
                 self._report(self._chains.drop(oldest.page.key))
@@ -378,4 +397,5 @@ class FileStorage:
             self.stats.lost += 1
         while self._max_bytes is not None and self._chains.num_bytes > self._max_bytes:
             self._evict_one(set())
+        self._folder.trim()
         self._lost.clear()  # nobody believed in them

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -52,6 +53,8 @@ class PageFolder:
         self._lock_name = self._root.name if self._owned else self._fingerprint
         self._prefix = str(self.directory / "_")[:-1]
         self._temporary = f".{self._fingerprint}.tmp"
+        self._spares: list[str] = []
+        self._num_spared = 0
         self._lock_fd, self._pid = -1, os.getpid()
         self._num_aside = time.time_ns()
         try:
@@ -71,12 +74,13 @@ class PageFolder:
     def write(
         self, page: StoredPage, content: memoryview, checksum: Callable[[], int] | None = None
     ) -> None:
-        """Write or replace a page's file. Raises OSError, and nothing has changed then.
+        """Write or replace a page's file. Raises OSError, and the page has the file that it had.
 
         `checksum`: see `write_page`.
         """
         path = self._path(page.key)
-        temporary = f"{path.rpartition('/')[0]}/{self._temporary}"
+        spare = self._spares.pop() if self._spares else None
+        temporary = spare or f"{path.rpartition('/')[0]}/{self._temporary}"
         metadata = encode_metadata(page, self._fingerprint)
         write_page(path, temporary, content, metadata, checksum)
 
@@ -95,6 +99,31 @@ class PageFolder:
         """Remove a page's file, if there is one. Raises OSError."""
         Path(self._path(key)).unlink(missing_ok=True)
 
+    def spare(self, key: bytes) -> None:
+        """Remove a page's file, and leave its space to the next page that is written, until `trim`: what
+        took the file system a while to find need not be looked for again. Raises OSError.
+
+        Not where others may be reading the file: they would see it change. Nor one that has another name.
+        """
+        path = self._path(key)
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return
+        if self._owned and stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+            self._num_spared += 1
+            name = f"{self._root}/{self._temporary}{self._num_spared}"
+            os.replace(path, name)  # noqa: PTH105  a Path costs as much as the call
+            self._spares.append(name)
+        else:
+            self.remove(key)
+
+    def trim(self) -> None:
+        """Give back the space that was left to pages to come."""
+        while self._spares:
+            with suppress(OSError):
+                Path(self._spares.pop()).unlink()
+
     def free_bytes(self, num_files: int) -> int:
         """What so many new files can have together, each wasting a block at most. Raises OSError."""
         try:
@@ -102,9 +131,12 @@ class PageFolder:
         except FileNotFoundError:  # somebody removed it; a new one will do
             self._root.mkdir(parents=True, exist_ok=True)
             found = os.statvfs(self._root)
-        if found.f_files and found.f_favail < 2 * num_files:  # each may need a folder too
+        num_spares = len(self._spares)
+        num_new = 2 * num_files - num_spares  # each may need a folder too
+        if found.f_files and found.f_favail < num_new:
             return 0
-        return (found.f_bavail - num_files) * found.f_frsize
+        spared = num_spares * self._page_bytes
+        return (found.f_bavail - num_files) * found.f_frsize + spared
 
     def scan(self) -> tuple[list[FoundPage], int]:
         """Every page there is, and how many files were removed for being none. Raises OSError."""
@@ -117,7 +149,7 @@ class PageFolder:
                 continue  # somebody else tidies up
             if page := self._page_in(file.path, stat.st_size):
                 found.append((page, stat.st_size, stat.st_mtime))
-            elif file.name == self._temporary:
+            elif file.name.startswith(self._temporary):
                 Path(file.path).unlink(missing_ok=True)
             elif self._owned:
                 Path(file.path).unlink(missing_ok=True)

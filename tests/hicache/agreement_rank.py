@@ -1,6 +1,7 @@
 """One rank of a tensor-parallel group, as a process; `test_agreement` starts them and compares.
 
-`agreement_rank.py RANK SIZE FOLDER PLAN`, with a JSON `Plan`. What is asked of the caches comes from one
+`agreement_rank.py RANK SIZE FOLDER PLANS`, with a JSON `Plan` for each of some folders in that one, one
+after the other. What is asked of the caches comes from one
 random sequence, the same on every rank; how long it takes and what of it fails, from one of the rank's
 own. After each step the rank checks its own cache, and writes down the state of it (`rankN.trees`) and
 the events of the step (`rankN.events`), a line each; at the end, what happened (`rankN.counts`).
@@ -381,7 +382,7 @@ def lose_some(directory: Path, own: Random) -> None:
             file.unlink()
 
 
-def main(rank: int, size: int, folder: Path, plan: Plan) -> None:
+def main(rank: int, size: int, folder: Path, plans: dict[str, Plan]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
@@ -390,12 +391,14 @@ def main(rank: int, size: int, folder: Path, plan: Plan) -> None:
         world_size=size,
         timeout=GROUP_TIMEOUT,
     )
-    with (
-        (folder / f"rank{rank}.trees").open("w") as trees,
-        (folder / f"rank{rank}.events").open("w") as events,
-    ):
-        counts = run(rank, size, folder, plan, trees, events)
-    (folder / f"rank{rank}.counts").write_bytes(msgspec.json.encode(counts))
+    for name, plan in plans.items():
+        own = folder / name
+        with (
+            (own / f"rank{rank}.trees").open("w") as trees,
+            (own / f"rank{rank}.events").open("w") as events,
+        ):
+            counts = run(rank, size, own, plan, trees, events)
+        (own / f"rank{rank}.counts").write_bytes(msgspec.json.encode(counts))
     torch.distributed.destroy_process_group()
 
 
@@ -404,5 +407,5 @@ if __name__ == "__main__":
         int(sys.argv[1]),
         int(sys.argv[2]),
         Path(sys.argv[3]),
-        msgspec.json.decode(sys.argv[4], type=Plan),
+        msgspec.json.decode(sys.argv[4], type=dict[str, Plan]),
     )

@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[2]
+PATHS = (str(ROOT), str(ROOT / "tests/rigs"))
+"""Where a worker finds what it imports."""
 SEGMENT = 16 << 20
 """The least that Mooncake takes."""
 
@@ -154,7 +156,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)},
         )
         assert self.answer() == "ready"
 
@@ -213,16 +215,21 @@ class Worker(_Process):
         return int(self.answer())
 
 
+_tags = count()
+
+
 @contextmanager
-def mooncake_rig(path: Path) -> Iterator[StorageRig]:
-    """A store with a master and memory of its own. To a worker that joins it again it is empty."""
-    with Master() as master, Lender(master):
-        tags = (partial(tagged_keys, tag=str(number)) for number in count())
-        rig = StorageRig(lambda: open_storage(master, keys=next(tags)), remembers=False)
-        try:
-            yield rig
-        finally:
-            rig.close()
+def mooncake_rig(master: Master) -> Iterator[StorageRig]:
+    """A store that is empty to whoever opens it, though others share the master."""
+
+    def make() -> MooncakeStorage:
+        return open_storage(master, keys=partial(tagged_keys, tag=str(next(_tags))))
+
+    rig = StorageRig(make, remembers=False)
+    try:
+        yield rig
+    finally:
+        rig.close()
 
 
 def tagged_keys(form: PageFormat, tag: str) -> KeyScheme:

@@ -20,18 +20,36 @@ from hicache.agreement import Alone
 SCRIPT = Path(__file__).with_name("agreement_rank.py")
 ROOT = SCRIPT.parent.parent.parent
 NUM_RANKS = 2
-TIMEOUT_S = 60.0
+TIMEOUT_S = 90.0
+PLANS = {
+    "faults": Plan(seed=1, rounds=6, steps=200, events=True, restarts=False),
+    "restarts": Plan(seed=3, rounds=8, steps=30, events=True, restarts=True),
+    "records": Plan(seed=5, rounds=1, steps=60, events=None, restarts=False),
+}
 
 
-def run_ranks(folder: Path, plan: Plan) -> list[Counts]:
-    """Run a process for each rank to its end; what happened in each. None outlives this."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what happened in each plan is written down, in a folder of its name. The same processes run
+    them all: each takes seconds to import torch.
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+    for name in PLANS:
+        (folder / name).mkdir()
+    run_ranks(folder)
+    return folder
+
+
+def run_ranks(folder: Path) -> None:
+    """Run a process for each rank to its end. None outlives this."""
+    plans = msgspec.json.encode(PLANS).decode()
     command = [sys.executable, str(SCRIPT)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     deadline = time.monotonic() + TIMEOUT_S
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(NUM_RANKS):
-            arguments = [str(rank), str(NUM_RANKS), str(folder), msgspec.json.encode(plan).decode()]
+            arguments = [str(rank), str(NUM_RANKS), str(folder), plans]
             with (folder / f"rank{rank}.log").open("wb") as log:
                 ranks.append(
                     subprocess.Popen(
@@ -47,6 +65,10 @@ def run_ranks(folder: Path, plan: Plan) -> list[Counts]:
         for rank in range(NUM_RANKS):  # pytest shows it when the test fails
             print(f"rank {rank}:", (folder / f"rank{rank}.log").read_text()[-4000:])
     assert [process.returncode for process in ranks] == [0] * NUM_RANKS
+
+
+def counts_of(folder: Path) -> list[Counts]:
+    """What happened in each rank."""
     return [
         msgspec.json.decode((folder / f"rank{rank}.counts").read_bytes(), type=Counts)
         for rank in range(NUM_RANKS)
@@ -66,14 +88,18 @@ def assert_same(folder: Path, what: str, num_steps: int) -> None:
     assert len(first) == num_steps
 
 
+def assert_equal(folder: Path, plan: Plan) -> list[Counts]:
+    """All ranks did and told the same; what happened in each."""
+    assert_same(folder, "trees", plan.rounds * plan.steps)
+    assert_same(folder, "events", plan.rounds * plan.steps)
+    return counts_of(folder)
+
+
 @pytest.mark.integration
-def test_ranks_stay_equal_whatever_happens_to_one(tmp_path: Path) -> None:
+def test_ranks_stay_equal_whatever_happens_to_one(folder: Path) -> None:
     """After every step trees and events are equal, though copies, storage and clocks of each rank are
     late, fail, hang and lose pages on their own; and each cache is sound and holds its own bytes."""
-    plan = Plan(seed=1, rounds=6, steps=200, events=True, restarts=False)
-    ours, theirs = run_ranks(tmp_path, plan)
-    assert_same(tmp_path, "trees", plan.rounds * plan.steps)
-    assert_same(tmp_path, "events", plan.rounds * plan.steps)
+    ours, theirs = assert_equal(folder / "faults", PLANS["faults"])
     assert ours.stored == theirs.stored
     assert all(ours.stored[medium] > 20 for medium in ("GPU", "CPU_PINNED", "DISK"))
     assert ours.failed_flights and ours.abandoned_flights and ours.num_landed
@@ -81,22 +107,17 @@ def test_ranks_stay_equal_whatever_happens_to_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_ranks_start_with_what_all_of_them_have_left(tmp_path: Path) -> None:
+def test_ranks_start_with_what_all_of_them_have_left(folder: Path) -> None:
     """Started again after some have lost files, or all, they are equal from the first step on."""
-    plan = Plan(seed=3, rounds=8, steps=30, events=True, restarts=True)
-    ours, theirs = run_ranks(tmp_path, plan)
-    assert_same(tmp_path, "trees", plan.rounds * plan.steps)
-    assert_same(tmp_path, "events", plan.rounds * plan.steps)
+    ours, theirs = assert_equal(folder / "restarts", PLANS["restarts"])
     assert ours.restored == theirs.restored > 0
 
 
 @pytest.mark.integration
-def test_rank_0_alone_records(tmp_path: Path) -> None:
+def test_rank_0_alone_records(folder: Path) -> None:
     """Unless it is told otherwise, rank 0 tells of all it holds, and the others of nothing."""
-    plan = Plan(seed=5, rounds=1, steps=60, events=None, restarts=False)
-    run_ranks(tmp_path, plan)
-    assert_same(tmp_path, "trees", plan.steps)
-    recorded, silent = lines_of(tmp_path, "events")
+    assert_same(folder / "records", "trees", PLANS["records"].steps)
+    recorded, silent = lines_of(folder / "records", "events")
     assert any("BlockStored" in line for line in recorded)
     assert all(line.endswith(" []") for line in silent)
 

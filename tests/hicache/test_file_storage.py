@@ -11,11 +11,14 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from hashlib import shake_128
 from itertools import chain
+from operator import mul
 from pathlib import Path
 from random import Random
 from typing import ClassVar
+from zlib import crc32
 
 import pytest
 import torch
@@ -44,6 +47,7 @@ from hicache.storage.keys import (
     sglang_file_keys,
     sglang_mooncake_keys,
 )
+from hicache.storage.page_file import page_sum
 from kvevents.namespace import Namespace
 
 pytestmark = pytest.mark.integration
@@ -114,10 +118,48 @@ def sizes_of(pages: list[StoredPage]) -> dict[bytes, int]:
 # ------------------------------------------------------------------------------------- the files
 
 
+def test_a_pages_sum_is_as_documented() -> None:
+    """Of whole blocks, of none, and of what is behind them: as plain Python computes it."""
+    factors = [
+        int.from_bytes(word, "little") | 1 for word in words(shake_128(b"kvpage").digest(4096))
+    ]
+    for length in (0, 1, 4095, 4096, 4097, 8192, 3 * 4096 + 8):
+        content = bytearray(Random(length).randbytes(length))
+        sums = b"".join(
+            (sum(map(mul, factors, block)) % 2**64).to_bytes(8, sys.byteorder)
+            for block in (
+                [int.from_bytes(word, sys.byteorder) for word in words(content[at : at + 4096])]
+                for at in range(0, length - 4095, 4096)
+            )
+        )
+        assert page_sum(memoryview(content)) == crc32(sums + content[length // 4096 * 4096 :])
+
+
+def test_a_pages_sum_finds_changes() -> None:
+    """Of a bit, of a block's place, of a block that is an older one or zeros, and of all of it."""
+    content = bytearray(Random(1).randbytes(5 * 4096 + 100))
+    right = page_sum(memoryview(content))
+    for number in range(2000):
+        at = Random(number).randrange(8 * len(content))
+        content[at // 8] ^= 1 << at % 8
+        assert page_sum(memoryview(content)) != right, at
+        content[at // 8] ^= 1 << at % 8
+    for start in range(0, 5 * 4096, 4096):
+        for block in (bytes(4096), Random(2).randbytes(4096), content[4096:8192][::-1]):
+            changed = content[:]
+            changed[start : start + 4096] = block
+            assert page_sum(memoryview(changed)) != right
+    assert page_sum(memoryview(content[4096:8192] + content[:4096] + content[8192:])) != right
+    assert page_sum(memoryview(bytearray(len(content)))) != right
+
+
+def words(data: bytes | bytearray) -> list[bytes | bytearray]:
+    """Of eight bytes."""
+    return [data[at : at + 8] for at in range(0, len(data), 8)]
+
+
 def test_a_large_page_has_its_checksum(tmp_path: Path) -> None:
-    """Which is computed while it is written: it comes back whole, also in a later run, and a changed byte
-    is found out.
-    """
+    """It comes back whole, also in a later run, and a changed byte is found out."""
     form = PageFormat("org/model@1", KVShape(8, 8, 64, torch.bfloat16), page_size=16)
     pool, pages = HostPool(2, form.page_size, form.shape), PROMPT[:2]
     content = Random(0).randbytes(form.bytes_per_page)
@@ -377,6 +419,60 @@ def test_the_least_recently_used_ends_go_first(rig: FileRig) -> None:
     assert storage.take_lost() == [b[1].key, a[2].key]
     assert storage.stats.evicted == 3
     assert sum(rig.files().values()) <= rig.max_bytes
+
+
+def test_a_new_page_takes_the_file_of_one_given_up(rig: FileRig) -> None:
+    """A full store makes no file: it writes over those of the pages that go, also where a page's tokens
+    are fewer or more, and has none of them left over.
+    """
+    prompts = [pages_of(range(start, start + 8)) for start in range(0, 80, 8)]
+    sizes = sizes_of([page for prompt in prompts for page in prompt])
+    rig.max_bytes = sum(sizes[page.key] for page in prompts[-1])
+    storage = rig.open()
+    put(rig, storage, prompts[0])
+    inodes = {path.stat().st_ino for path in rig.files()}
+    for prompt in prompts[1:]:
+        assert put(rig, storage, prompt) == len(prompt)
+        assert rig.files() == {rig.path(page.key): sizes[page.key] for page in prompt}
+        assert {path.stat().st_ino for path in rig.files()} == inodes
+        assert get(rig, storage, [page.key for page in prompt]) == len(prompt)
+
+
+def test_a_file_with_another_name_is_not_written_over(rig: FileRig, tmp_path: Path) -> None:
+    """Whoever linked a page's file to keep it has its bytes still, after the page was given up."""
+    rig.max_bytes = sum(sizes_of(PROMPT[:4]).values())
+    storage = rig.open()
+    put(rig, storage, PROMPT[:4])
+    for path in list(rig.files()):
+        (tmp_path / path.name).hardlink_to(path)
+    before = {path.name: path.read_bytes() for path in rig.files()}
+    assert put(rig, storage, OTHER) == 4
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_others_see_no_file_change(rig: FileRig) -> None:
+    """In a directory that others may read, one who has a page's file open reads that page to its end."""
+    rig.keys = sglang_file_keys
+    rig.max_bytes = sum(sizes_of(PROMPT[:4]).values())
+    storage = rig.open()
+    put(rig, storage, PROMPT[:4])
+    with ExitStack() as stack:
+        held = {path: stack.enter_context(path.open("rb", buffering=0)) for path in rig.files()}
+        before = {path: path.read_bytes() for path in held}
+        assert put(rig, storage, OTHER) == 4
+        assert {path: file.read() for path, file in held.items()} == before
+
+
+def test_pages_given_up_for_nothing_leave_no_files(rig: FileRig) -> None:
+    """Where the pages that they made room for are not stored, their space is free."""
+    rig.max_bytes = sum(sizes_of(PROMPT[:8]).values())
+    storage = rig.open()
+    put(rig, storage, PROMPT[:8])
+    trap = rig.path(OTHER[0].key)
+    trap.mkdir(parents=True)
+    assert put(rig, storage, OTHER) == 0
+    left = {rig.path(page.key) for page in storage.held()}
+    assert set(rig.files()) == left and len(left) < 8
 
 
 def test_a_prompt_is_not_given_up_for_its_own_end(rig: FileRig) -> None:

@@ -11,6 +11,7 @@ from hicache_rig import (
     feed_of_records,
     prompt_of,
 )
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -192,11 +193,18 @@ class RecordsMachine(CacheMachine):
         return feed_of_records(page_size, hash_format)
 
 
+def run(machine: type[CacheMachine]) -> None:
+    """Two machines take the same steps: but for a stress run, half the examples do for each."""
+    most = settings().max_examples
+    few = settings(max_examples=most if most > 100 else most // 2)
+    run_state_machine_as_test(machine, settings=few)
+
+
 def test_router_believes_what_events_say() -> None:
     """A router that applies `take_events()` believes what the cache holds, after every step."""
-    run_state_machine_as_test(EventsMachine)
+    run(EventsMachine)
 
 
 def test_router_believes_what_records_say() -> None:
     """A router behind link and sidecar believes what the cache holds, after every step."""
-    run_state_machine_as_test(RecordsMachine)
+    run(RecordsMachine)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from mooncake_rig import mooncake_rig
+from mooncake_rig import Lender, Master, mooncake_rig
 from storage_rig import (
     FORM,
     NUM_PAGES,
@@ -35,13 +35,24 @@ pytestmark = pytest.mark.integration
 
 PROMPT = pages_of(range(40))
 KEYS = [page.key for page in PROMPT]
-RIGS = {**STORAGE_RIGS, "mooncake": mooncake_rig}
 
 
-@pytest.fixture(params=RIGS)
+@pytest.fixture(scope="module")
+def master() -> Iterator[Master]:
+    """With memory to lend; no test of these harms either."""
+    with Master() as master, Lender(master):
+        yield master
+
+
+@pytest.fixture(params=[*STORAGE_RIGS, "mooncake"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageRig]:
     """Each back end in turn."""
-    with RIGS[request.param](tmp_path) as rig:
+    made: AbstractContextManager[StorageRig]
+    if request.param == "mooncake":
+        made = mooncake_rig(request.getfixturevalue("master"))
+    else:
+        made = STORAGE_RIGS[request.param](tmp_path)
+    with made as rig:
         yield rig
 
 

@@ -71,7 +71,7 @@ SHAPES = (
 """Eight bytes a page and more, or two blocks would look alike."""
 PAGE_FILE_BYTES = 250
 """About what a page's file has besides the page."""
-MAGIC = b"kvpage\x00\x01"
+MAGIC = b"kvpage\x00\x02"
 """A page's file ends with it."""
 TICKS_OF_A_PAUSE = 101
 """So many ticks, and storage that failed is tried again."""
