@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OURS = ("hicache", "kvevents", "publisher")
-GLUE = ("publisher.demo.engine", "publisher.demo.worker")
+GLUE = (
+    *("publisher.demo.engine", "publisher.demo.worker"),
+    *("publisher.engines.pages", "publisher.engines.sglang_storage"),
+)
 """Where cache and publisher meet, as in an engine."""
 
 IO_AND_TIME = {"asyncio", "multiprocessing", "select", "socket", "subprocess", "threading", "time"}

@@ -46,9 +46,10 @@ def columns(draw: st.DrawFn, hashes: st.SearchStrategy[int] = I64) -> Columns:
     stored = sum(count for count in counts if count > 0)
     names = [draw(hashes) for count in counts for _ in range(abs(count))]
     tokens = draw(st.lists(U32, min_size=stored * size, max_size=stored * size))
+    behind = st.none() | hashes.map(BlockHash)
     return Columns(
         [BlockHash(name) for name in names],
-        [None if count < 0 else draw(st.none() | hashes) for count in counts],
+        [None if count < 0 else draw(behind) for count in counts],
         counts,
         pack_tokens(tokens),
         size,
@@ -70,7 +71,8 @@ def test_columns_are_spelled_as_their_events(batch: Columns, dialect: Dialect, r
 def test_no_event_is_made_to_spell_columns(name: str) -> None:
     """Where the dialect tells of the device and cuts nothing: they would be kept with the columns."""
     dialect = Spelled[name]
-    batch = Columns([1, 2], [None, 1], [1, -1], pack_tokens([1, 2]), 2, StorageMedium.GPU)
+    one, two = BlockHash(1), BlockHash(2)
+    batch = Columns([one, two], [None, one], [1, -1], pack_tokens([1, 2]), 2, StorageMedium.GPU)
     told = View(dialect).apply(batch)
     if StorageMedium.GPU not in dict(dialect.media) or dialect.blocks_per_event is not None:
         return

@@ -249,7 +249,7 @@ def eventually(look: Callable[[], int | None]) -> int:
     deadline, pause = time.monotonic() + PATIENCE_S, Flag()
     while (found := look()) is None:
         assert time.monotonic() < deadline, "it did not come"
-        pause.wait(0.005)
+        pause.wait(0.02)
     return found
 
 

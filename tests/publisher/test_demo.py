@@ -77,11 +77,11 @@ def test_the_router_sees_what_the_cache_holds() -> None:
     """One JSON object, exit code 0: all requests were run, the router joined late, and its view is the
     cache.
     """
-    done = demo("--json", "--requests", "300", *FREE_PORTS)
+    done = demo("--json", "--requests", "100", *FREE_PORTS)
     assert (done.returncode, done.stderr) == (0, "")
     found = summary_of(done)
     assert found["view_equal"] is True
-    assert found["requests"] == 300
+    assert found["requests"] == 100
     assert found["router_blocks"] == found["resident_blocks"] > 0
     assert found["resident_blocks"] == found["stored_blocks"] - found["removed_blocks"]
     assert found["joined_at"] > 0 and found["replayed"] > 0
@@ -133,7 +133,7 @@ def test_a_trace_with_next_to_nothing_in_it(tmp_path: Path, tag: str) -> None:
 
 # ---------------------------------------------------------------------------------------- tiers
 
-ENDLESS = ("--requests", "5000", "--storage", "none")
+ENDLESS = ("--requests", "5000", "--device-pages", "400", "--host-pages", "0")
 """No store that would have to be removed at the end."""
 SMALL = ("--json", "--requests", "200", "--device-pages", "400", "--host-pages", "600", *FREE_PORTS)
 
@@ -203,7 +203,7 @@ def test_a_store_that_nobody_asked_for_goes_away(victim: str, tag: str, tmp_path
     killed with SIGKILL.
     """
     with start_kvevents(
-        *(tag, "demo", *SMALL[:1], "--requests", "100" if victim == "nobody" else "1000"),
+        *(tag, "demo", *SMALL[:1], "--requests", "50" if victim == "nobody" else "1000"),
         *FREE_PORTS,
         TMPDIR=str(tmp_path),
     ) as process:
@@ -298,13 +298,13 @@ def test_a_killed_router_does_not_stop_the_worker(tag: str) -> None:
     the router believed; exit code 1.
     """
     with start_kvevents(
-        tag, "demo", "--json", "--requests", "1000", "--storage", "none", *FREE_PORTS
+        tag, "demo", "--json", "--requests", "700", "--storage", "none", *FREE_PORTS
     ) as process:
         kill(find(tag, ROUTER))
         out, err = process.communicate(timeout=60.0)
         assert (process.returncode, err) == (1, "")
         found = json.loads(out)
-        assert found["requests"] == 1000
+        assert found["requests"] == 700
         assert [found[key] for key in ("view_equal", "router_blocks", "gaps", "replayed")] == [
             *(None, None, None, None)
         ]
@@ -316,7 +316,7 @@ def test_a_killed_router_does_not_stop_the_worker(tag: str) -> None:
 def test_a_killed_sidecar_does_not_end_the_demo(tag: str) -> None:
     """Kill -9 in the middle: another takes its place, and the router's view is the cache's at the end."""
     with start_kvevents(
-        tag, "demo", "--requests", "1500", "--storage", "none", *FREE_PORTS
+        tag, "demo", "--requests", "1000", "--storage", "none", *FREE_PORTS
     ) as process:
         find(tag, TAIL)  # it is started once the sidecar is ready: the requests are running
         kill(find(tag, SIDECAR))

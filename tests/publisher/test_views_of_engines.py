@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -27,6 +27,8 @@ from kvevents.store_form import StoreSpeller
 from kvevents.view import View
 from publisher.foreign import ForeignState
 
+FEWER = settings(max_examples=settings().max_examples // 2)
+"""Of each dialect: there are a dozen, and what the engine says is the same for all."""
 SIZE = 2
 TS = 1e9
 GPU, CPU, DISK, EXTERNAL = StorageMedium
@@ -193,6 +195,7 @@ def follow(preset: str, batches: list[list[Event]]) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@FEWER
 @given(Batches)
 def test_what_is_told_is_what_is_told_anew(preset: str, batches: list[list[Event]]) -> None:
     """In every dialect, of engines that disagree with themselves."""
