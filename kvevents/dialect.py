@@ -154,3 +154,4 @@ PRESETS: Final = MappingProxyType(
 """By name, the `dialect` of a sink."""
 
 DIALECTS: Final = tuple(PRESETS)
+"""The names of all presets."""

@@ -111,6 +111,7 @@ class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared")
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+"""What a batch may hold."""
 
 
 def medium_of(event: BlockStored | BlockRemoved) -> StorageMedium:

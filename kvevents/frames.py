@@ -54,6 +54,7 @@ class End:
 
 
 END: Final = End()
+"""The only one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ BlockHash = NewType("BlockHash", int)
 """A block's name on the wire: a signed 64-bit integer."""
 
 DIGEST_BYTES = 32
+"""Of a SHA-256 digest."""
+
 _first_eight = struct.Struct(">q").unpack_from
 _SIGN = 1 << 63
 _WRAP = 1 << 64

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 BlockId = NewType("BlockId", int)
+"""A block's number among those of its cache; only worker and sidecar know it."""
 
 
 class StoreNew(msgspec.Struct, array_like=True, tag=1, frozen=True):
@@ -66,6 +67,7 @@ class Clear(msgspec.Struct, array_like=True, tag=4, frozen=True):
 
 
 Record: TypeAlias = StoreNew | StoreKnown | Remove | Clear
+"""One change of residency."""
 
 
 class RecordSource(Protocol):

@@ -73,7 +73,8 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     publisher.topic. `buffer_steps`, `buffer_bytes`: how many batches, and bytes of payload, a replay can
     reach back before it starts from a snapshot. `hwm`: messages queued for one subscriber before it
     loses some. `heartbeat_s`: an idle sink publishes an empty batch this often. `coalesce_s`: batches
-    of so long are merged into one. `rebase_after`: once seqs reach it they start over at 0.
+    of so long are merged into one. `rebase_after`: so many seqs after the state was told whole they start
+    over at 0.
     """
 
     name: str = ""

@@ -43,6 +43,7 @@ class Undecodable:
 
 
 Received: TypeAlias = Batch | Undecodable | Gap | Lost | Restarted
+"""What `Subscriber.receive` gives, in the order in which it holds."""
 
 
 @dataclass(slots=True)
