@@ -41,6 +41,8 @@ _SECRETS = {
     "curve.client_keys": "KVEVENTS_CURVE_CLIENT_KEYS",
 }
 _OF_TESTS = ("KVEVENTS_INTEROP_HOME", "KVEVENTS_PROFILE", "KVEVENTS_TEST")
+_OF_ENGINES = ("KVEVENTS_CONFIG", "KVEVENTS_SIDECAR")
+"""Of publisher.engines, whose sidecars have an engine's environment."""
 _SERVICE_LINK = re.compile(
     r"KVEVENTS_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_[A-Z]+)?)?)",
     re.DOTALL,
@@ -98,7 +100,7 @@ class Settings:
 def unread(environ: Mapping[str, str] | None = None) -> str | None:
     """What to say of variables that look like ours and are not read; None: there are none."""
     environ = os.environ if environ is None else environ
-    known = (*_OF_TESTS, *_SECRETS.values())
+    known = (*_OF_TESTS, *_OF_ENGINES, *_SECRETS.values())
     names = sorted(
         name
         for name in environ

@@ -57,9 +57,13 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] not in MODULES:
             return None
-        file = (self.folder / fullname.replace(".", "/")).with_suffix(".py")
-        if file.is_file():
+        place = self.folder / fullname.replace(".", "/")
+        if (file := place.with_suffix(".py")).is_file():
             return importlib.util.spec_from_file_location(fullname, file)
+        if (file := place / "__init__.py").is_file():
+            return importlib.util.spec_from_file_location(
+                fullname, file, submodule_search_locations=[str(place)]
+            )
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

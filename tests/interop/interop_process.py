@@ -33,6 +33,8 @@ HERE = Path(__file__).resolve().parent
 HOME = Path(os.environ.get("KVEVENTS_INTEROP_HOME") or Path.home() / ".cache" / "kvevents-interop")
 """Where install.sh puts things."""
 
+_RIGS = HERE.parent / "rigs"
+"""What this module itself imports of the tests'."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _KEPT_LOG_BYTES = 4 << 20
@@ -107,7 +109,7 @@ class Child:
         self._log_path = self.folder / "log"
         self._last_log = ""
         lifeline, self._lifeline = os.pipe()
-        path = os.pathsep.join(map(str, folders))
+        path = os.pathsep.join(map(str, (*folders, _RIGS)))
         command = [str(python), "-I", "-B", "-c", _BOOT, str(lifeline), path, module, *args]
         pipe = subprocess.PIPE if piped else None
         try:

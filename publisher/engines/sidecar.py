@@ -1,0 +1,229 @@
+"""One rank's sidecar, as an engine's publisher has it.
+
+P1  Publishing never waits and never raises. Whoever comes while another thread hands a batch over leaves
+    its own in the queue, and that thread hands it over too.
+P2  A configuration that cannot be is refused at construction. Nothing else stops the engine: a sidecar
+    that does not come is said in the log and tried again, and what is told meanwhile waits; one that ends
+    is started again, however often.
+P3  The sidecar starts at once where the block size is known, else when the first stored block tells it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvevents.events import AllBlocksCleared, BlockStored, Event, KVEventBatch
+from publisher.attendant import Respawn
+from publisher.client import DEFAULT_RING_BYTES, LinkError
+from publisher.config import WorkerInfo
+from publisher.engines.disk import MEETING, Holdings, Meeting
+from publisher.engines.events import EventReader
+from publisher.engines.told import Told
+from publisher.link import Bound
+from publisher.spawned import Sidecar, spawn
+
+__all__ = ["EngineSidecar"]
+
+_READY_S = 10.0
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 30.0
+_FOR_EVER = Respawn(attempts=2**31)
+"""An engine runs for weeks, and nobody starts it again for its publisher's sake."""
+_MOST_SAID = 64
+
+_log = logging.getLogger("kvevents.engines")
+
+
+class EngineSidecar:
+    """Of one rank. `engine`: what the engine says of itself (block_size, model, dp_size), None where it
+    does not.
+
+    Raises ConfigError that names the key; waits for the sidecar's sockets, at most `ready_s`, where it
+    can start at once.
+    """
+
+    def __init__(
+        self,
+        told: Told,
+        dp_rank: int,
+        engine: Mapping[str, Any],
+        *,
+        ready_s: float = _READY_S,
+        ring_bytes: int = DEFAULT_RING_BYTES,
+        meeting: Meeting = MEETING,
+    ) -> None:
+        self.told, self.dp_rank, self._meeting = told, dp_rank, meeting
+        self._engine, self._ready_s, self._ring_bytes = dict(engine), ready_s, ring_bytes
+        block_size = told.worker.get("block_size", engine.get("block_size"))
+        worker = self._worker(block_size if block_size is not None else 1)
+        self.sidecar: Sidecar | None = None
+        """Once it is ready."""
+        self.dropped = 0
+        """Batches that found no room while the sidecar was awaited."""
+        self._reader = EventReader()
+        self._queue: deque[KVEventBatch] = deque(maxlen=told.max_queue_size or None)
+        self._turn = threading.Lock()
+        """Of the one thread that hands batches over."""
+        self._starting = threading.Lock()
+        self._stop = threading.Event()
+        self._begun = False
+        self._invalid = 0
+        """Batches that the link has refused as unsound."""
+        self._missed = False
+        """Whether the last batches found no room."""
+        self._said: set[str] = set()
+        self._known: Holdings | None = None
+        self._meeting.join_publisher(self)
+        if block_size is not None:
+            self._begin(worker)
+
+    @property
+    def bound(self) -> Bound | None:
+        """Where the first sink listens; None while that is not known."""
+        sidecar = self.sidecar
+        return sidecar.client.sinks[0] if sidecar is not None and sidecar.client.sinks else None
+
+    def _worker(self, block_size: int) -> WorkerInfo:
+        return self.told.worker_info(self.dp_rank, **{**self._engine, "block_size": block_size})
+
+    # -------------------------------------------------------------------------------- publishing
+
+    def publish(self, ts: float, events: Sequence[Any], dp_rank: int | None) -> None:
+        """Hand over a batch of the engine's own event objects; it does not change them any more (P1)."""
+        try:
+            skipped = self._reader.skipped
+            read = self._reader.read(events)
+            if self._reader.skipped != skipped:
+                self._say("an event was not understood: %s", self._reader.last_error)
+            if not read and events:
+                return
+            if (known := self._known) is not None:
+                known.note(read)
+            self._offer(KVEventBatch(float(ts), read, self.dp_rank if dp_rank is None else dp_rank))
+            if not self._begun:
+                self._begin_by(read)
+            if known is not None and AllBlocksCleared() in read:
+                self._meeting.tell_all()
+        except Exception as error:  # whatever an engine hands over, it gets no exception
+            self._say("a batch was not published: %s", repr(error))
+
+    def tell(self, events: list[Event]) -> None:
+        """Hand over events that are ours, from any thread (P1)."""
+        self._offer(KVEventBatch(time.time(), events, self.dp_rank))
+
+    def remember(self, known: Holdings) -> None:
+        """Have `known` note every event from now on."""
+        self._known = known
+
+    def _offer(self, batch: KVEventBatch) -> None:
+        if self._stop.is_set():
+            return
+        if len(self._queue) == self._queue.maxlen:
+            self.dropped += 1  # the oldest: of what hung on it nothing will be told
+        self._queue.append(batch)
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._queue and self.sidecar is not None and self._turn.acquire(blocking=False):
+            try:
+                self._put_all(self.sidecar)
+            finally:
+                self._turn.release()
+
+    def _put_all(self, sidecar: Sidecar) -> None:
+        client = sidecar.client
+        while self._queue:
+            batch = self._queue.popleft()
+            if client.publish_batch(batch):
+                if self._missed:  # after a hole the sidecar clears all that it was told
+                    self._missed = False
+                    self._meeting.tell_all()
+                continue
+            invalid, self._invalid = self._invalid, client.stats.invalid
+            self._missed = self._missed or invalid == self._invalid
+            if invalid != self._invalid and len(batch.events) > 1:
+                for event in batch.events:  # one that is unsound is to cost itself alone
+                    client.publish_batch(KVEventBatch(batch.ts, [event], batch.dp_rank))
+                self._invalid = client.stats.invalid
+
+    def _say(self, message: str, reason: str) -> None:
+        """Each kind once."""
+        kind = reason.partition(":")[0]
+        if kind not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(kind)
+            _log.warning(message, reason)
+
+    # ----------------------------------------------------------------------------------- its life
+
+    def ensure(self, block_size: int) -> None:
+        """Start with this block size, if it has not begun to; waits as the constructor does."""
+        if not self._begun:
+            self._begin(self._worker(block_size))
+
+    def _begin_by(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if type(event) is BlockStored:
+                worker = self._worker(event.block_size)
+                self._begun = True
+                threading.Thread(
+                    target=self._keep_trying, args=(worker, 0.0), name="kvevents-start", daemon=True
+                ).start()
+                return
+
+    def _begin(self, worker: WorkerInfo) -> None:
+        self._begun = True
+        if not self._try(worker):
+            threading.Thread(
+                target=self._keep_trying,
+                args=(worker, _FIRST_PAUSE_S),
+                name="kvevents-start",
+                daemon=True,
+            ).start()
+
+    def _keep_trying(self, worker: WorkerInfo, pause_s: float) -> None:
+        while not self._stop.wait(pause_s) and not self._try(worker):
+            pause_s = min(_MOST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
+
+    def _try(self, worker: WorkerInfo) -> bool:
+        """Whether there is nothing more to try."""
+        with self._starting:
+            if self._stop.is_set():
+                return True
+            try:
+                self.sidecar = spawn(
+                    worker,
+                    self.told.config,
+                    ring_bytes=self._ring_bytes,
+                    ready_s=self._ready_s,
+                    respawn=_FOR_EVER,
+                )
+            except (LinkError, OSError) as error:
+                _log.error(
+                    "the sidecar of rank %d did not start, and is tried again; the engine goes on: %s",
+                    self.dp_rank,
+                    error,
+                )
+                return False
+        _log.info(
+            "the sidecar of rank %d (pid %d) publishes at %s",
+            self.dp_rank,
+            self.sidecar.pid,
+            ", ".join(sink.endpoint for sink in self.sidecar.client.sinks),
+        )
+        if self.dropped:
+            _log.warning("%d batches were dropped before the sidecar was ready", self.dropped)
+        self._drain()
+        return True
+
+    def close(self) -> None:
+        """Have the sidecar publish what is left and end. Safe to call twice."""
+        self._drain()
+        self._stop.set()
+        self._meeting.leave_publisher(self)
+        with self._starting:
+            if self.sidecar is not None:
+                self.sidecar.close()

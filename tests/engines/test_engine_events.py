@@ -1,0 +1,99 @@
+"""publisher.engines.events: objects that no engine of ours makes, and how little one of them costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
+from publisher.engines.events import EventReader
+
+
+class Foreign(msgspec.Struct, tag=True, omit_defaults=True):
+    """As engines define theirs."""
+
+
+def kind(name: str, **fields: Any) -> Any:
+    """An event of a class of that name, and with these fields alone."""
+    made = msgspec.defstruct(name, [(key, Any) for key in fields], bases=(Foreign,), tag=name)
+    return made(**fields)
+
+
+def store(**changed: Any) -> Any:
+    fields = {
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+    }
+    return kind("BlockStored", **{**fields, **changed})
+
+
+def test_lists_are_passed_on() -> None:
+    """Hashes that are signed already, and tokens, are the engine's own lists."""
+    event = store()
+    (read,) = EventReader().read([event])
+    assert isinstance(read, BlockStored)
+    assert read.block_hashes is event.block_hashes
+    assert read.token_ids is event.token_ids
+    assert read.medium is StorageMedium.GPU
+
+
+@pytest.mark.parametrize("spelled", [2**64 - 1, b"\xff" * 8, bytes(24) + b"\xff" * 8, -1])
+def test_hashes(spelled: int | bytes) -> None:
+    """Unsigned and bytes come out as the signed 64 bits that they are, parents too."""
+    event = store(block_hashes=[spelled, 5], parent_block_hash=spelled)
+    gone = kind("BlockRemoved", block_hashes=[spelled], medium="CPU")
+    stored, removed = EventReader().read([event, gone])
+    assert isinstance(stored, BlockStored)
+    assert (stored.block_hashes, stored.parent_block_hash) == ([-1, 5], -1)
+    assert removed == BlockRemoved([-1], StorageMedium.CPU)
+
+
+@pytest.mark.parametrize(
+    ("medium", "ours"),
+    [
+        (None, StorageMedium.GPU),
+        ("CPU_PINNED", StorageMedium.CPU),
+        ("STORAGE", StorageMedium.DISK),
+        (StorageMedium.EXTERNAL, StorageMedium.EXTERNAL),
+    ],
+)
+def test_media(medium: str | None, ours: StorageMedium) -> None:
+    """By our names; without a word, the device."""
+    (read,) = EventReader().read([store(medium=medium)])
+    assert isinstance(read, BlockStored)
+    assert read.medium is ours
+
+
+def test_what_is_not_understood_costs_itself() -> None:
+    """Among others, in order; it is counted, and why the last one was not is known."""
+    reader = EventReader()
+    events = [
+        store(),
+        store(medium="TAPE"),
+        None,
+        store(token_ids=[[1, 2], [2, 3]]),
+        kind("BlockMoved", block_hashes=[1]),
+        kind("BlockStored", block_hashes=[1]),
+        store(block_hashes=[None]),
+        kind("AllBlocksCleared"),
+    ]
+    read = reader.read(events)
+    assert [type(one).__name__ for one in read] == ["BlockStored", "AllBlocksCleared"]
+    assert reader.skipped == 6
+    assert reader.last_error.startswith("BlockStored: ")
+    assert AllBlocksCleared() in read
+
+
+def test_fields_of_a_class_that_has_fewer_or_more() -> None:
+    """Those that we have are taken, whichever class the name stands for this time."""
+    reader = EventReader()
+    more = store(lora_name="a", cache_salt="s", ownership="x", session_id=None)
+    read = reader.read([store(), more])
+    assert [getattr(one, "lora_name", 0) for one in read] == [None, "a"]
+    assert [getattr(one, "cache_salt", 0) for one in read] == [None, "s"]

@@ -1,0 +1,106 @@
+"""publisher.engines.sidecar: a rank's real sidecar, killed, late, and in nobody's way (P1 to P3)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from engines_rig import index_of, rank_of, replayed, stored, until
+from ports_rig import free_port
+
+from kvevents import AllBlocksCleared, BlockStored, StorageMedium
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_kill_in_between_loses_nothing(tmp_path: Path) -> None:
+    """What was told before, meanwhile and after comes out as it went in, and nothing is cleared."""
+    with rank_of(tmp_path) as rank:
+        assert rank.sidecar is not None
+        events = [stored(first) for first in range(0, 400, 4)]
+        for number, event in enumerate(events):
+            rank.publish(1.0, [event], None)
+            if number == 40:
+                os.kill(rank.sidecar.pid, signal.SIGKILL)
+
+        def all_of_it() -> bool:
+            told = [one for one in replayed(tmp_path) if isinstance(one, BlockStored)]
+            return told == events
+
+        until(lambda: rank.sidecar is not None and rank.sidecar.restarts)
+        until(all_of_it)
+        pid = rank.sidecar.pid
+        rank.close()
+        rank.publish(1.0, events, None)  # after the end, nothing
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_one_unsound_event_costs_itself_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The batch's others are published; what is said of it is said once."""
+    odd = BlockStored([5], None, [1, 2, 3], 4, None, StorageMedium.GPU)
+    good = [stored(0), stored(100)]
+    with rank_of(tmp_path) as rank, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            rank.publish(1.0, [good[0], odd, object(), good[1]], 0)
+        blocks = {one for event in good for one in event.block_hashes}
+        until(lambda: set(index_of(tmp_path).resident[StorageMedium.GPU]) == blocks)
+    said = [one.getMessage() for one in caplog.records if one.name.startswith("kvevents")]
+    assert len([one for one in said if "was not understood" in one]) == 1
+
+
+def test_several_threads(tmp_path: Path) -> None:
+    """Nothing that another thread tells meanwhile is left behind, and neither waits for the other."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with rank_of(tmp_path) as rank:
+
+            def tell() -> None:
+                for first in range(10_000, 11_200, 4):
+                    rank.tell([stored(first, medium=StorageMedium.DISK)])
+
+            other = threading.Thread(target=tell)
+            other.start()
+            for first in range(0, 1200, 4):
+                rank.publish(1.0, [stored(first)], None)
+            other.join()
+            until(lambda: len(index_of(tmp_path).resident[StorageMedium.DISK]) == 300)
+            assert len(index_of(tmp_path).resident[StorageMedium.GPU]) == 300
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_the_first_block_tells_the_block_size(tmp_path: Path) -> None:
+    """What was told before it waits; with too little room, the oldest of it goes."""
+    with rank_of(tmp_path, block_size=None, max_queue_size=3) as rank:
+        for _ in range(5):
+            rank.publish(1.0, [AllBlocksCleared()], None)
+        assert rank.sidecar is None
+        assert rank.dropped == 2
+        rank.publish(1.0, [stored(0, 2)], None)
+        until(lambda: rank.sidecar is not None)
+        until(lambda: len(index_of(tmp_path).resident[StorageMedium.GPU]) == 2)
+
+
+def test_a_sidecar_that_does_not_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine goes on, and what it tells is told once the sidecar is there; the reason is said."""
+    port = free_port()
+    with socket.socket() as other, caplog.at_level(logging.ERROR):
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with rank_of(tmp_path, endpoint=f"tcp://127.0.0.1:{port}", bind=True) as rank:
+            rank.publish(1.0, [stored(0)], None)
+            assert rank.sidecar is None
+            assert "did not start, and is tried again" in caplog.text
+            assert str(port) in caplog.text
+            other.close()
+            until(lambda: rank.sidecar is not None)
+            until(lambda: len(index_of(tmp_path).resident[StorageMedium.GPU]) == 1)
