@@ -1,0 +1,187 @@
+"""The Kubernetes objects say what the product takes, and their parts agree with each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deploy_rig import (
+    DOCKER,
+    commands,
+    documents,
+    get,
+    output_of,
+    running_sidecar,
+    serve_settings,
+    yaml_of,
+)
+
+from examples.options import read_options
+from publisher import Sidecar
+from publisher.settings import pod_facts
+from publisher.topic import topic_fields
+
+KUBERNETES = DOCKER / "kubernetes"
+BASE = KUBERNETES / "base"
+OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("*/kustomization.yaml"))
+SET = yaml_of(BASE / "statefulset.yaml")
+POD = SET["spec"]["template"]["spec"]
+(SIDECAR,) = POD["initContainers"]
+(ENGINE,) = POD["containers"]
+FILES = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")
+
+
+def ports(container: dict[str, Any]) -> dict[str, int]:
+    return {one["name"]: one["containerPort"] for one in container["ports"]}
+
+
+def mounts(container: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+
+
+def built(overlay: str) -> list[Any]:
+    """What kustomize makes of it; skips where there is none."""
+    commands("kubectl")
+    return documents(output_of("kubectl", "kustomize", KUBERNETES / overlay))
+
+
+@pytest.mark.parametrize("config", sorted(KUBERNETES.glob("*/sidecar.toml")), ids=str)
+def test_the_sidecars_command_and_file_are_what_serve_takes(config: Path) -> None:
+    """And its ports are those with names, its folders those that are mounted."""
+    settings = serve_settings(SIDECAR["args"], config)
+    assert settings.forever
+    (sink,) = settings.config.sinks
+    told = (sink.endpoint, sink.replay_endpoint, settings.config.http_endpoint)
+    numbers = [int(str(one).rpartition(":")[2]) for one in told]
+    assert ports(SIDECAR) == dict(zip(("kv-events", "kv-replay", "kv-http"), numbers, strict=True))
+    assert str(settings.config.state_dir).startswith(mounts(SIDECAR)["state"] + "/")
+    named = Path(SIDECAR["args"][SIDECAR["args"].index("--config") + 1])
+    assert str(named) == f"{mounts(SIDECAR)['config']}/{config.name}"
+
+
+def test_worker_and_sidecar_meet() -> None:
+    """One user, one volume, and the socket in a folder of it that the worker makes for itself alone."""
+    options = read_options(ENGINE["args"])
+    link = serve_settings(SIDECAR["args"], BASE / "sidecar.toml").link
+    assert link == Path(options.link, "link-dp0")
+    assert str(Path(options.link).parent) == mounts(SIDECAR)["link"] == mounts(ENGINE)["link"]
+    assert POD["securityContext"]["runAsUser"] > 0
+    for container in (SIDECAR, ENGINE):
+        assert "runAsUser" not in container["securityContext"]
+    assert ports(ENGINE) == {"http": options.port}
+
+
+def test_the_sidecar_is_a_native_one_that_waits_for_nobody() -> None:
+    """The engine begins when the startup probe has passed: not /readyz, which waits for the engine."""
+    assert SIDECAR["restartPolicy"] == "Always"
+    assert SIDECAR["startupProbe"]["httpGet"]["path"] == "/healthz"
+    assert SIDECAR["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert "readinessProbe" not in SIDECAR
+
+
+def gate() -> dict[str, Any]:
+    """The readiness probe of the sidecar in `gated`."""
+    (patch,) = yaml_of(KUBERNETES / "gated/kustomization.yaml")["patches"]
+    (patched,) = yaml_of(patch["patch"])["spec"]["template"]["spec"]["initContainers"]
+    assert patched["name"] == SIDECAR["name"]
+    found: dict[str, Any] = patched["readinessProbe"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def sidecar() -> Iterator[Sidecar]:
+    """A real one."""
+    with running_sidecar() as sidecar:
+        yield sidecar
+
+
+@pytest.mark.integration
+def test_the_probes_ask_what_a_sidecar_answers(sidecar: Sidecar) -> None:
+    """Each path of a probe is 200 of a sidecar that is well, and /metrics is what a PodMonitor gets."""
+    probes = [one["httpGet"] for one in (SIDECAR["startupProbe"], SIDECAR["livenessProbe"], gate())]
+    assert [one["path"] for one in probes] == ["/healthz", "/healthz", "/readyz"]
+    assert {one["port"] for one in probes} == {"kv-http"}
+    monitor = yaml_of(KUBERNETES / "monitoring/podmonitor.yaml")
+    (scraped,) = monitor["spec"]["podMetricsEndpoints"]
+    assert scraped["port"] in ports(SIDECAR)
+    for path in (*(one["path"] for one in probes), scraped["path"]):
+        assert get(f"{sidecar.http_endpoint}{path}")[0] == 200, path
+
+
+def test_the_downward_api_gives_what_topics_may_name() -> None:
+    """The variables are those that a sidecar reads; llm-d's topic needs one of them."""
+    given = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in SIDECAR["env"]}
+    assert set(pod_facts(dict.fromkeys(given, "x"))) == {"pod_ip", "pod_name", "namespace"}
+    assert given["POD_IP"] == "status.podIP"
+    (sink,) = serve_settings(SIDECAR["args"], KUBERNETES / "llm-d/sidecar.toml").config.sinks
+    assert "pod_ip" in topic_fields(sink.topic)
+    assert "$(POD_NAME)" in ENGINE["args"]
+
+
+def test_both_containers_are_confined() -> None:
+    """No root, no writable root file system, no capability, no account of the cluster's."""
+    assert POD["securityContext"]["runAsNonRoot"]
+    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert POD["automountServiceAccountToken"] is False
+    for container in (SIDECAR, ENGINE):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"requests", "limits"} == set(container["resources"])
+
+
+def test_what_selects_pods_and_ports_finds_them() -> None:
+    """Service, policy and monitor name this pod's label, and all of its ports."""
+    labels = SET["spec"]["template"]["metadata"]["labels"]
+    numbers = ports(SIDECAR) | ports(ENGINE)
+    service = yaml_of(BASE / "service.yaml")["spec"]
+    policy = yaml_of(BASE / "networkpolicy.yaml")["spec"]
+    monitor = yaml_of(KUBERNETES / "monitoring/podmonitor.yaml")["spec"]
+    assert SET["spec"]["selector"]["matchLabels"] == labels == service["selector"]
+    assert policy["podSelector"]["matchLabels"] == labels == monitor["selector"]["matchLabels"]
+    served = {one["name"]: one["port"] for one in service["ports"]}
+    assert served == {name: numbers[name] for name in ("http", "kv-events", "kv-replay")}
+    assert all(one["port"] == one["targetPort"] for one in service["ports"])
+    routers, prometheus = ({port["port"] for port in rule["ports"]} for rule in policy["ingress"])
+    assert (routers, prometheus) == (set(served.values()), {numbers["kv-http"]})
+
+
+def test_the_operators_rules_are_prometheus_rules() -> None:
+    """The object holds the groups of alerts.yaml, word for word."""
+    rule = yaml_of(KUBERNETES / "monitoring/prometheusrule.yaml")
+    assert rule["spec"] == yaml_of(DOCKER / "monitoring/alerts.yaml")
+
+
+def test_what_outlives_the_pod_is_claimed() -> None:
+    """In `persistent` the state is of a claim, and no longer of the pod."""
+    (found,) = (one for one in built("persistent") if one["kind"] == "StatefulSet")
+    assert [one["metadata"]["name"] for one in found["spec"]["volumeClaimTemplates"]] == ["state"]
+    volumes = {one["name"] for one in found["spec"]["template"]["spec"]["volumes"]}
+    assert volumes == {one["name"] for one in POD["volumes"]} - {"state"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubernetes_takes_what_kustomize_makes(overlay: str, tmp_path: Path) -> None:
+    """Strictly by its schemas; the operator's own kinds are not among them."""
+    made = built(overlay)
+    images = {
+        container["image"]
+        for one in made
+        if one["kind"] == "StatefulSet"
+        for container in (
+            *one["spec"]["template"]["spec"]["initContainers"],
+            *one["spec"]["template"]["spec"]["containers"],
+        )
+    }
+    assert images == {"kvevents-sidecar:0.1.0", "kvevents-engine:0.1.0"}
+    commands("kubernetes-validate")
+    for number, one in enumerate(made):
+        if not one["apiVersion"].startswith("monitoring.coreos.com/"):
+            file = tmp_path / f"{number}.json"
+            file.write_text(json.dumps(one))
+            output_of("kubernetes-validate", "--strict", file)
