@@ -4,20 +4,37 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-cache test-sidecar interop check format bench stress screenshots clean
+# Hundreds of processes are started by the tests: modules are compiled once, not by each of them.
+unexport PYTHONDONTWRITEBYTECODE
+
+TESTS := test-publisher test-tools test-cache test-stream
+.PHONY: demo e2e test $(TESTS) interop check format bench stress screenshots docs package clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvevents demo
 
-# Two at a time, as long as each other: the cache with what looks at streams, and the sidecar. What each says comes at its end.
+# Two example engines with their sidecars behind a real vllm-router, which it installs below KVEVENTS_INTEROP_HOME.
+ROUTER = $${KVEVENTS_INTEROP_HOME:-$$HOME/.cache/kvevents-interop}/venvs/vllm-router
+e2e: $(INSTALLED)
+	@tests/interop/install.sh vllm-router || { echo "make e2e: there is no vllm-router to be had here (see above), so nothing was run" >&2; exit 1; }
+	$(BIN)/kvevents demo --router "$(ROUTER)/bin/vllm-router"
+
+# Three at a time, the longest first: much of it is waiting. What each says comes at its end.
 test: check
-	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-cache test-sidecar
+	$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target $(TESTS)
+
+test-publisher: $(INSTALLED)
+	$(BIN)/pytest -o cache_dir=.pytest_cache/publisher tests/publisher
+
+test-tools: $(INSTALLED)
+	$(BIN)/pytest -o cache_dir=.pytest_cache/tools tests/tools
 
 test-cache: $(INSTALLED)
-	$(BIN)/pytest -o cache_dir=.pytest_cache/cache tests/hicache tests/tools
+	$(BIN)/pytest -o cache_dir=.pytest_cache/cache tests/hicache
 
-test-sidecar: $(INSTALLED)
-	$(BIN)/pytest -o cache_dir=.pytest_cache/sidecar --ignore=tests/hicache --ignore=tests/tools --ignore=tests/interop
+# The stream's format, and all that is not in the folders above.
+test-stream: $(INSTALLED)
+	$(BIN)/pytest -o cache_dir=.pytest_cache/stream --ignore=tests/publisher --ignore=tests/tools --ignore=tests/hicache --ignore=tests/interop
 
 # Against the real consumers and engines, each in an environment of its own below KVEVENTS_INTEROP_HOME.
 # Those that cannot be installed are skipped. Writes the table of docs/consumers.md.
@@ -53,6 +70,18 @@ stress: $(INSTALLED)
 # docs/images, from real runs.
 screenshots: $(INSTALLED)
 	$(BIN)/python docs/screenshots.py
+
+# The documents as pages in build/docs, with a reference from docstrings; a warning is an error.
+docs: $(VENV)/docs
+	$(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+
+# Wheel and sdist in dist/, checked, and installed in fresh environments, with each extra alone. EXTRAS="publisher tools" for some.
+package: $(VENV)/release
+	$(BIN)/python tests/docs/package_check.py $(EXTRAS)
+
+$(VENV)/docs $(VENV)/release: $(VENV)/%: $(INSTALLED)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[$*]'
+	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("python 3.11 or newer is needed")'

@@ -59,7 +59,7 @@ class Decoder:
     def prefill(
         self, tokens: Sequence[int], page_indices: PageIndices, prefix_len: int = 0
     ) -> Tensor:
-        """The logits, float32 (new tokens, vocab_size), of the tokens after the first `prefix_len`.
+        """The logits of the tokens after the first `prefix_len`: (tokens, vocab_size), at least float32.
 
         `page_indices`: the pages of all `tokens`, in order. Those of the prefix are read; the KV of the
         new tokens is written behind it. Raises ValueError, with nothing written, for a prefix that is
@@ -72,12 +72,38 @@ class Decoder:
             raise ValueError(f"page_indices: {len(page_indices)} are too few for the tokens")
         at = torch.arange(len(tokens), device=device)
         slots = self.pool.index(page_indices)[at // size] * size + at % size
-        x = self._embedding[torch.tensor(tokens[prefix_len:], device=device)]
+        new = torch.tensor(tokens[prefix_len:], device=device)
+        return self._forward(new[None], at[None, prefix_len:], slots[None])[0]
+
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[PageIndices]
+    ) -> Tensor:
+        """The logits of one more token of each sequence: (sequences, vocab_size), at least float32.
+
+        `tokens[i]` is at `positions[i]` of the sequence whose pages are `tables[i]`: the KV of what is
+        before it is read there, its own is written. Raises ValueError, with nothing written, for a
+        position that its pages do not reach.
+        """
+        size, device = self.pool.page_size, self.pool.device
+        for position, pages in zip(positions, tables, strict=True):
+            if not 0 <= position < len(pages) * size:
+                raise ValueError(f"positions: {position} is not in 0..{len(pages) * size - 1}")
+        at = torch.arange(max(positions) + 1, device=device)
+        slots = torch.stack(  # those past a sequence's end are some of its own, and masked
+            [
+                self.pool.index(pages)[(at // size).clamp(max=len(pages) - 1)] * size + at % size
+                for pages in tables
+            ]
+        )
+        new, ends = (torch.tensor(one, device=device)[:, None] for one in (tokens, positions))
+        return self._forward(new, ends, slots)[:, 0]
+
+    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """(sequences, tokens) at their positions among the (sequences, slots) that hold their KV."""
+        x = self._embedding[tokens]
         for layer, k_pages, v_pages in zip(self._layers, self.pool.k, self.pool.v, strict=True):
-            x = layer.forward(
-                x, at[prefix_len:], slots, k_pages.flatten(0, 1), v_pages.flatten(0, 1)
-            )
-        return (_norm(x) @ self._embedding.T).float()
+            x = layer.forward(x, positions, slots, k_pages.flatten(0, 1), v_pages.flatten(0, 1))
+        return _no_less_than_float(_norm(x) @ self._embedding.T)
 
 
 class _Weights:
@@ -108,8 +134,8 @@ class _Layer:
     def forward(
         self, x: Tensor, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor
     ) -> Tensor:
-        """Tokens at `positions`, the last ones of those whose KV is in `slots` of the pools."""
-        y, new = _norm(x), slots[positions]
+        """Tokens at `positions` of sequences whose KV is in `slots` of the pools."""
+        y, new = _norm(x), slots.gather(1, positions)
         k_pool[new] = _rotate(_heads(y, self._k), positions)
         v_pool[new] = _heads(y, self._v)
         q = _rotate(_heads(y, self._q), positions)
@@ -118,26 +144,31 @@ class _Layer:
         return x + (silu(y @ self._gate) * (y @ self._up)) @ self._down
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        """Each query sees the keys up to its own position. (tokens, heads * dim)."""
-        k, v = (part.repeat_interleave(self._group, dim=1) for part in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k).float() / math.sqrt(q.shape[-1])
-        ahead = torch.arange(len(k), device=k.device) > positions[:, None]
+        """Each query sees its keys up to its own position. (sequences, tokens, heads * dim)."""
+        k, v = (part.repeat_interleave(self._group, dim=2) for part in (k, v))
+        scores = _no_less_than_float(torch.einsum("bqhd,bkhd->bhqk", q, k)) / math.sqrt(q.shape[-1])
+        ahead = torch.arange(k.shape[1], device=k.device) > positions[:, None, :, None]
         weights = scores.masked_fill(ahead, float("-inf")).softmax(-1).to(v.dtype)
-        return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
 
 
 def _heads(x: Tensor, weight: Tensor) -> Tensor:
-    """(tokens, inputs) by (heads, inputs, dim): (tokens, heads, dim)."""
-    return torch.einsum("ti,hid->thd", x, weight)
+    """(sequences, tokens, inputs) by (heads, inputs, dim): (sequences, tokens, heads, dim)."""
+    return torch.einsum("bti,hid->bthd", x, weight)
 
 
 def _rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary positions of (tokens, heads, dim), the halves paired (arXiv 2104.09864)."""
+    """Rotary positions of (sequences, tokens, heads, dim), the halves paired (arXiv 2104.09864)."""
     half = x.shape[-1] // 2
     rates = 10_000.0 ** (torch.arange(half, device=x.device) / -half)
-    angles = positions[:, None, None] * rates
-    a, b, cos, sin = x[..., :half].float(), x[..., half:].float(), angles.cos(), angles.sin()
+    angles = positions[..., None, None] * rates
+    halves = _no_less_than_float(x)
+    a, b, cos, sin = halves[..., :half], halves[..., half:], angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+def _no_less_than_float(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _norm(x: Tensor) -> Tensor:

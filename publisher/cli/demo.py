@@ -18,6 +18,11 @@ def add_options(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
+    if options.router is not None:
+        from publisher.demo.routed import run_routed
+        from publisher.demo.routed_options import read_routed_options
+
+        return run_routed(read_routed_options(options))
     from publisher.demo.options import read_options
     from publisher.demo.run import run_demo
 

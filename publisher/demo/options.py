@@ -82,7 +82,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="requests, plain or gzip (see below); default: the bundled conversations",
     )
     parser.add_argument(
-        "--requests", type=int, default=2000, metavar="N", help="at most; default %(default)s"
+        "--requests", type=int, metavar="N", help="at most; default 2000, and 400 with --router"
+    )
+    parser.add_argument(
+        "--router",
+        metavar="PROGRAM",
+        help="a vllm-router: run two example engines behind it, under two policies, and kill one;"
+        " needs a checkout",
     )
     parser.add_argument(
         "--loop",
@@ -90,13 +96,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="begin anew when these are over, without a summary, until Ctrl-C: time to look at it",
     )
     parser.add_argument(
-        "--device-pages", type=int, default=16_384, metavar="N", help="default %(default)s"
+        "--device-pages",
+        type=int,
+        metavar="N",
+        help="default 16384, and 512 of each engine with --router",
     )
     parser.add_argument(
         "--host-pages",
         type=int,
         metavar="N",
-        help="pages of the host tier; default: half as many again as the device's; 0: no host tier",
+        help="pages of the host tier; default: half as many again as the device's, and 1024 with"
+        " --router; 0: no host tier",
     )
     parser.add_argument(
         "--storage",
@@ -117,17 +127,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-policy",
         choices=WRITE_POLICIES,
-        default=WRITE_POLICIES[0],
         metavar="POLICY",
-        help="when pages are copied to the tiers below: %(choices)s; default %(default)s",
+        help=f"when pages are copied to the tiers below: %(choices)s; default {WRITE_POLICIES[0]}",
     )
     parser.add_argument(
         "--page-size",
         type=int,
-        default=64,
         metavar="N",
         help="tokens per page; scales the prompts, since a block of the trace (512 tokens) becomes"
-        " one page; default %(default)s",
+        " one page; default 64, and 16 with --router",
     )
     parser.add_argument(
         "--endpoint",
@@ -142,20 +150,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def read_options(options: argparse.Namespace) -> DemoOptions:
     """Raises ConfigError naming the option, its value and the bound."""
-    host_pages = options.device_pages * 3 // 2 if options.host_pages is None else options.host_pages
+    requests, page_size, device_pages = (
+        default if value is None else value
+        for value, default in (
+            (options.requests, 2000),
+            (options.page_size, 64),
+            (options.device_pages, 16_384),
+        )
+    )
+    host_pages = device_pages * 3 // 2 if options.host_pages is None else options.host_pages
     for name, value, low, high in (
-        ("--requests", options.requests, 1, 10_000_000),
-        ("--page-size", options.page_size, 1, _MAX_PAGE_SIZE),
-        ("--device-pages", options.device_pages, 1, 1 << 30),
+        ("--requests", requests, 1, 10_000_000),
+        ("--page-size", page_size, 1, _MAX_PAGE_SIZE),
+        ("--device-pages", device_pages, 1, 1 << 30),
         ("--host-pages", host_pages, 0, 1 << 31),
     ):
         if not low <= value <= high:
             raise ConfigError(f"{name}: {value} is not in {low}..{high}")
-    for name, value in (("--device-pages", options.device_pages), ("--host-pages", host_pages)):
-        pool = value * options.page_size * KV_BYTES_PER_TOKEN
+    for name, value in (("--device-pages", device_pages), ("--host-pages", host_pages)):
+        pool = value * page_size * KV_BYTES_PER_TOKEN
         if pool > _MAX_POOL_BYTES:
             raise ConfigError(
-                f"{name}: {value} pages of {options.page_size} tokens need {pool} bytes, above"
+                f"{name}: {value} pages of {page_size} tokens need {pool} bytes, above"
                 f" {_MAX_POOL_BYTES}"
             )
     if options.loop and options.json:
@@ -181,14 +197,14 @@ def read_options(options: argparse.Namespace) -> DemoOptions:
         raise ConfigError(f"--replay-endpoint: {options.endpoint} is the endpoint as well")
     return DemoOptions(
         trace=options.trace,
-        requests=options.requests,
-        device_pages=options.device_pages,
+        requests=requests,
+        device_pages=device_pages,
         host_pages=host_pages,
         storage=storage,
         storage_dir=options.storage_dir or "",
         mooncake_master=options.mooncake_master or "",
-        write_policy=options.write_policy,
-        page_size=options.page_size,
+        write_policy=options.write_policy or WRITE_POLICIES[0],
+        page_size=page_size,
         endpoint=options.endpoint or _default_endpoint(_PORT, options.replay_endpoint),
         replay_endpoint=options.replay_endpoint
         or _default_endpoint(_REPLAY_PORT, options.endpoint),

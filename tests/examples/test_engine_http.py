@@ -1,0 +1,269 @@
+"""examples.engine as a process: what HTTP says, and what becomes of it when others die."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_rig import PAGE, PATIENCE_S, EngineProcess, Stepped, eventually, greedy, is_gone
+
+from examples.completions import Front
+from examples.options import read_options
+from kvevents import BlockIndex
+from publisher import Batch, Restarted, Subscriber
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [(11 * i * i + 5 * i + 1) % 128 for i in range(21)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """One for all, whose pool has 1024 tokens."""
+    folder = tmp_path_factory.mktemp("engine")
+    tiers = ("--device-pages", "256", "--host-pages", "256", "--storage-dir", str(folder / "pages"))
+    with EngineProcess(folder, "--worker-id", "w7", *tiers) as process:
+        yield process
+        code, errors = process.end()
+        assert code == 0
+        assert [line for line in errors.splitlines() if "ended with -9; the next" not in line] == []
+
+
+def tokens_of(body: Any) -> list[int]:
+    """Of a completion, or of an event of a stream."""
+    (choice,) = body["choices"]
+    assert choice["text"] == "".join(f" {token}" for token in choice["token_ids"])
+    found: list[int] = choice["token_ids"]
+    return found
+
+
+def test_a_completion(engine: EngineProcess) -> None:
+    """OpenAI's shape, the model's tokens; asked again, as a list of one prompt, the prompt's whole pages
+    count as cached.
+    """
+    status, first = engine.post({"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
+    assert status == 200
+    assert tokens_of(first) == greedy(PROMPT, 5)
+    assert first["id"].startswith("cmpl-w7-")
+    assert (first["object"], first["model"]) == ("text_completion", "example")
+    assert first["choices"][0]["finish_reason"] == "length"
+    usage = {"prompt_tokens": 21, "completion_tokens": 5, "total_tokens": 26}
+    cached = {"cached_tokens": 0, "device": 0, "host": 0, "storage": 0}
+    assert first["usage"] == {**usage, "prompt_tokens_details": cached}
+    status, again = engine.post({"prompt": [PROMPT], "max_tokens": 5, "model": "example"})
+    assert (status, tokens_of(again)) == (200, tokens_of(first))
+    cached |= {"cached_tokens": 20, "device": 20}
+    assert again["usage"] == {**usage, "prompt_tokens_details": cached}
+
+
+def test_a_stream(engine: EngineProcess) -> None:
+    """An event for each token, one that says why it ends, one of usage where that was asked for."""
+    prompt = PROMPT[::-1]
+    *parts, end, usage = engine.stream(
+        {"prompt": prompt, "max_tokens": 4, "stream_options": {"include_usage": True}}
+    )
+    assert [token for part in parts for token in tokens_of(part)] == greedy(prompt, 4)
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * 4
+    assert (tokens_of(end), end["choices"][0]["finish_reason"]) == ([], "length")
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 4)
+    assert len(list(engine.stream({"prompt": prompt, "max_tokens": 4}))) == 5
+
+
+def test_many_at_once(engine: EngineProcess) -> None:
+    """Sixteen clients at the same time, twice as many as run at a time, get each its own tokens."""
+    prompts = [PROMPT[: 1 + i] for i in range(16)]
+    with ThreadPoolExecutor(16) as clients:
+        answers = list(
+            clients.map(lambda it: engine.post({"prompt": it, "max_tokens": 6}), prompts)
+        )
+    assert [answer.status for answer in answers] == [200] * 16
+    assert [tokens_of(answer.body) for answer in answers] == [greedy(one, 6) for one in prompts]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field", "says"),
+    [
+        ({"prompt": [1], "max_tokens": 0}, 400, "max_tokens", "0 is not in 1..1023"),
+        ({"prompt": [1], "max_tokens": 1024}, 400, "max_tokens", "1024 is not in 1..1023"),
+        ({"prompt": [1], "max_tokens": "3"}, 400, "max_tokens", "Expected `int | null`, got `str`"),
+        ({"prompt": [1] * 1024}, 400, "prompt", "1024 tokens are not in 1..1023"),
+        ({"prompt": []}, 400, "prompt", "empty"),
+        ({"prompt": [[]]}, 400, "prompt", "empty"),
+        ({"prompt": [[1], [2]]}, 400, "prompt", "2 prompts are not 1"),
+        ({"prompt": [3, 128]}, 400, "prompt", "prompt[1]: 128 is not in 0..127"),
+        ({"prompt": [-1]}, 400, "prompt", "prompt[0]: -1 is not in 0..127"),
+        ({"prompt": [1, [2]]}, 400, "prompt", "prompt[1]: a list among tokens"),
+        ({"prompt": "text"}, 400, "prompt", "Expected `array`, got `str`"),
+        ({}, 400, "prompt", "missing required field"),
+        ({"prompt": [1], "temperature": 0.5}, 400, "temperature", "0.5 is not 0"),
+        ({"prompt": [1], "n": 2}, 400, "n", "2 is not 1"),
+        ({"prompt": [1], "stop": ["x"]}, 400, "stop", "is not served"),
+        ({"prompt": [1], "logprobs": 1}, 400, "logprobs", "is not served"),
+        ({"prompt": [1], "echo": True}, 400, "echo", "is not served"),
+        ({"prompt": [1], "model": "other"}, 404, "model", "'other' is not served, 'example' is"),
+        ([1], 400, None, "Expected `object`, got `array`"),
+        (b"{", 400, None, "Input data was truncated"),
+        (b"\xff", 400, None, "the body"),
+    ],
+    ids=repr,
+)
+def test_bad_input(
+    body: object, status: int, field: str | None, says: str, engine: EngineProcess
+) -> None:
+    """It is refused with the field and its bound."""
+    got = engine.post(body)
+    assert (got.status, got.body["error"]["param"]) == (status, field)
+    assert says in got.body["error"]["message"]
+
+
+def test_bad_http(engine: EngineProcess) -> None:
+    """Other paths, after which a connection can be used on, a body without a length, one too long."""
+    assert engine.get("/v1/nothing").status == engine.post({}, "/v1/chat/completions").status == 404
+    with contextlib.closing(engine.connect()) as connection:
+        for path, status in (("/nothing", 404), ("/v1/completions", 200)):
+            connection.request("POST", path, json.dumps({"prompt": PROMPT, "max_tokens": 1}))
+            response = connection.getresponse()
+            response.read()
+            assert response.status == status
+    for headers, status in (({}, 411), ({"Content-Length": str(9 << 20)}, 413)):
+        with contextlib.closing(engine.connect()) as connection:
+            connection.putrequest("POST", "/v1/completions")
+            for name, value in headers.items():
+                connection.putheader(name, value)
+            connection.endheaders()
+            assert connection.getresponse().status == status
+    assert engine.get("/health").status == 200
+
+
+def test_what_routers_and_people_ask_for(engine: EngineProcess) -> None:
+    """Its model, where its events are, and its metrics, which say where the sidecar's are."""
+    (card,) = engine.get("/v1/models").body["data"]
+    assert (card["id"], card["max_model_len"]) == ("example", 1024)
+    assert engine.get("/kv_event_sources").body["0"]["endpoint"] == engine.endpoint
+    assert engine.get("/server_info").body["block_size"] == PAGE
+    before = engine.metric('requests_total{outcome="done"}')
+    engine.post({"prompt": [1], "max_tokens": 1})
+    assert engine.metric('requests_total{outcome="done"}') == before + 1
+    assert 'engine_sidecar_info{http_endpoint="http://127.0.0.1:' in engine.get("/metrics").body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away(stream: bool, engine: EngineProcess) -> None:
+    """Its request ends long before its thousand tokens, and is counted."""
+    name = 'requests_total{outcome="gone"}'
+    before = engine.metric(name)
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1000, "stream": stream}).encode()
+    with socket.create_connection(("127.0.0.1", engine.port)) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        eventually(lambda: engine.metric('requests{state="running"}') == 1)
+    eventually(lambda: engine.metric(name) == before + 1)
+    assert engine.metric('requests{state="running"}') == 0
+
+
+def test_its_sidecar_is_killed_while_it_serves(engine: EngineProcess) -> None:
+    """With requests under way: all are answered, another sidecar comes, and a subscriber learns from it
+    what is cached, also of what was computed meanwhile.
+    """
+    prompts = [[i, *PROMPT[:-1]] for i in range(12)]
+    killed = engine.sidecar()
+    with ThreadPoolExecutor(4) as clients:
+        answers = [
+            clients.submit(engine.post, {"prompt": it, "max_tokens": 8}) for it in prompts[:6]
+        ]
+        os.kill(killed, signal.SIGKILL)
+        answers += [
+            clients.submit(engine.post, {"prompt": it, "max_tokens": 8}) for it in prompts[6:]
+        ]
+        assert [answer.result().status for answer in answers] == [200] * 12
+    eventually(lambda: engine.metric("sidecar_restarts_total") == 1)
+    index = BlockIndex()
+    with Subscriber(engine.endpoint, engine.replay_endpoint) as subscriber:
+
+        def all_known() -> bool:
+            for one in subscriber.receive(0.1):
+                match one:
+                    case Batch():
+                        index.apply(one.batch.events)
+                    case Restarted():
+                        index.clear()
+            held = [index.overlap(it).blocks for it in prompts]
+            return all(set(one.values()) >= {len(PROMPT) // PAGE} for one in held)
+
+        eventually(all_known)
+    assert engine.metric("batches_refused_total") == 0
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    """What runs is answered, who comes then gets 503, and engine and sidecar end with code 0."""
+    with EngineProcess(tmp_path, "--device-pages", "256") as engine:
+        sidecar = engine.sidecar()
+        with ThreadPoolExecutor(1) as client:
+            slow = client.submit(engine.post, {"prompt": PROMPT, "max_tokens": 200})
+            eventually(lambda: engine.metric('requests{state="running"}') == 1)
+            with contextlib.closing(engine.connect()) as late:
+                late.connect()
+                engine.process.send_signal(signal.SIGTERM)
+                eventually(lambda: _status(late) == 503)
+            assert len(tokens_of(slow.result().body)) == 200
+        _, errors = engine.process.communicate(timeout=PATIENCE_S)
+        assert (engine.process.returncode, errors) == (0, "")
+        eventually(lambda: is_gone(sidecar))
+
+
+def _status(connection: Any) -> int:
+    """Of its health, on a connection that is there already."""
+    connection.request("GET", "/health")
+    response = connection.getresponse()
+    response.read()
+    return int(response.status)
+
+
+def test_a_full_queue(tmp_path: Path) -> None:
+    """Who comes when as many wait as may gets 503 at once; those who waited are answered."""
+    with Stepped(tmp_path, "--max-waiting", "1", "--worker-id", "w") as stepped:
+        front = Front(stepped.engine, "127.0.0.1", 0)
+        with contextlib.closing(front), ThreadPoolExecutor(1) as client:
+            first = client.submit(_post, front.url, {"prompt": PROMPT, "max_tokens": 3})
+            eventually(stepped.engine._queue.full)
+            assert _post(front.url, {"prompt": PROMPT, "max_tokens": 3})[0] == 503
+            while not first.done():
+                stepped.step()
+            status, body = first.result()
+            assert (status, tokens_of(body)) == (200, greedy(PROMPT, 3))
+            with pytest.raises(OSError, match=rf"127.0.0.1:{front.port} cannot be listened at"):
+                Front(stepped.engine, "127.0.0.1", front.port)
+
+
+def _post(url: str, body: object) -> tuple[int, Any]:
+    import http.client
+
+    with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"))) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--page-size", "0"], "--page-size: 0 is not in 1..8192"),
+        (["--max-waiting", "0"], "--max-waiting: 0 is not in 1..1048576"),
+        (["--storage-dir", "x"], "--storage-dir: needs a host tier, and --host-pages is 0"),
+        (["--link", "x", "--kv-events", "y"], "--kv-events: with --link the sidecar reads its own"),
+    ],
+)
+def test_bad_options(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and the option with its bound."""
+    with pytest.raises(SystemExit) as ended:
+        read_options(arguments)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
