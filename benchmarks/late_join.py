@@ -27,7 +27,7 @@ from benchmarks.report import run_alone
 from kvevents import BASE, BlockIndex, HashFormat, StorageMedium, block_hashes
 from kvevents.records import BlockId, Clear, Record, StoreNew
 from publisher import Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
-from publisher.subscriber import Batch, Subscriber
+from publisher.subscriber.subscriber import Batch, Subscriber
 
 __all__ = ["NAME", "main", "measure"]
 

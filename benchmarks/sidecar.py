@@ -27,7 +27,7 @@ import zmq
 
 from hicache import HiRadixCache, KVShape, PagePool
 from publisher import Respawn, Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
-from publisher.config import Persist
+from publisher.config.sidecar_config import Persist
 
 PAGE_SIZE, BLOCKS, PROMPT_BLOCKS, LOG_BATCHES, HWM = 64, 200_000, 64, 10_000, 1000
 ROUNDS, ROUND_S, STEP_S, KILLS = 3, 0.4, 0.002, 2

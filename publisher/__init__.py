@@ -3,9 +3,8 @@
 TYPE_CHECKING = False  # nothing is imported at first: a Ctrl-C meanwhile would be a traceback
 if TYPE_CHECKING:
     from kvevents.gaps import Gap, Lost, Restarted
-    from publisher.attendant import Respawn, SidecarState
-    from publisher.client import ClientStats, LinkError, SidecarClient
-    from publisher.config import (
+    from publisher.config.config_file import load_config
+    from publisher.config.sidecar_config import (
         ConfigError,
         CurveConfig,
         RelayConfig,
@@ -14,19 +13,26 @@ if TYPE_CHECKING:
         WorkerInfo,
         read_config,
     )
-    from publisher.config_file import load_config
-    from publisher.spawned import Sidecar, listen, spawn
-    from publisher.subscriber import Batch, Received, Subscriber, SubscriberStats, Undecodable
+    from publisher.subscriber.subscriber import (
+        Batch,
+        Received,
+        Subscriber,
+        SubscriberStats,
+        Undecodable,
+    )
+    from publisher.worker.attendant import Respawn, SidecarState
+    from publisher.worker.client import ClientStats, LinkError, SidecarClient
+    from publisher.worker.spawned import Sidecar, listen, spawn
 else:
     _HOMES = {
         "kvevents.gaps": "Gap Lost Restarted",
-        "publisher.attendant": "Respawn SidecarState",
-        "publisher.client": "ClientStats LinkError SidecarClient",
-        "publisher.config": "ConfigError CurveConfig RelayConfig SidecarConfig SinkConfig WorkerInfo"
-        " read_config",
-        "publisher.config_file": "load_config",
-        "publisher.spawned": "Sidecar listen spawn",
-        "publisher.subscriber": "Batch Received Subscriber SubscriberStats Undecodable",
+        "publisher.worker.attendant": "Respawn SidecarState",
+        "publisher.worker.client": "ClientStats LinkError SidecarClient",
+        "publisher.config.sidecar_config": "ConfigError CurveConfig RelayConfig"
+        " SidecarConfig SinkConfig WorkerInfo read_config",
+        "publisher.config.config_file": "load_config",
+        "publisher.worker.spawned": "Sidecar listen spawn",
+        "publisher.subscriber.subscriber": "Batch Received Subscriber SubscriberStats Undecodable",
     }
     _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

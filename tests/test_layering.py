@@ -18,6 +18,19 @@ GLUE = (
 )
 """Where cache and publisher meet, as in an engine."""
 
+ROOMS = {
+    "config": "",
+    "link": "config",
+    "worker": "config link",
+    "stream": "config link",
+    "sidecar": "config link stream",
+    "subscriber": "config",
+    "engines": "config link worker",
+    "tools": "config sidecar subscriber",
+}
+"""The rooms of publisher, and those below each."""
+SHARED = {"closing", "multipart", "version"}
+
 IO_AND_TIME = {"asyncio", "multiprocessing", "select", "socket", "subprocess", "threading", "time"}
 """What the contract has no business with."""
 
@@ -73,6 +86,21 @@ def test_the_cache_knows_no_socket(path: Path) -> None:
 def test_the_publisher_knows_no_tensor(path: Path) -> None:
     """publisher imports neither torch nor hicache, but for its one piece of glue."""
     assert imports_of(path).isdisjoint({"torch", "hicache"}) or name_of(path) in GLUE
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_rooms_of_the_publisher_stand_on_each_other(room: str) -> None:
+    """Imports between them go down."""
+    below = {"publisher", *SHARED, room, *ROOMS[room].split()}
+    for path in modules_of(f"publisher/{room}"):
+        named = {name.split(".")[1] for name in _modules(ast.parse(path.read_text()), "publisher.")}
+        assert named <= below, path
+
+
+def _modules(tree: ast.Module, prefix: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(prefix):
+            yield node.module or ""
 
 
 @pytest.mark.parametrize("package", OURS)

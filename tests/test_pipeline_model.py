@@ -26,11 +26,11 @@ from kvevents.index import BlockIndex, Oddities
 from kvevents.namespace import BASE, Namespace
 from kvevents.records import BlockId, Remove
 from publisher import SidecarClient, WorkerInfo
-from publisher.config import SinkConfig
-from publisher.core import Core, Numbered
-from publisher.link import Ready
-from publisher.output import Output
-from publisher.source import LinkSource
+from publisher.config.sidecar_config import SinkConfig
+from publisher.link.messages import Ready
+from publisher.sidecar.source import LinkSource
+from publisher.stream.core import Core, Numbered
+from publisher.stream.output import Output
 
 PAGE_SIZE, NUM_PAGES, RING_BYTES = 2, 24, 4096
 NAMESPACES = [BASE, Namespace(lora_name="x"), Namespace(cache_salt="x"), Namespace(extra_key="x")]

@@ -9,7 +9,6 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from publisher.checks import check_text, one_line
 from publisher.cli.parsing import (
     FINDINGS,
     NO_CONNECTION,
@@ -19,6 +18,7 @@ from publisher.cli.parsing import (
     check_count,
     read_keys,
 )
+from publisher.config.checks import check_text, one_line
 
 if TYPE_CHECKING:
     from publisher.tools.doctor import Case, Finding
@@ -139,7 +139,7 @@ def _print_json(findings: list[Finding]) -> None:
 
 def _case(options: argparse.Namespace) -> Case:
     """Raises ValueError for what cannot be."""
-    from publisher.dial import check_client_keys
+    from publisher.subscriber.dial import check_client_keys
     from publisher.tools.doctor import Case
     from publisher.tools.doctor.asking import read_url
     from publisher.tools.lint import read_consumers

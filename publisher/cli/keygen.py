@@ -22,7 +22,7 @@ def add_options(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
-    from publisher.keys import write_keys
+    from publisher.config.keys import write_keys
 
     try:
         public, secret = write_keys(Path(options.directory), options.name)

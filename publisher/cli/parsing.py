@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from publisher.checks import check_text, one_line, shown
+from publisher.config.checks import check_text, one_line, shown
 from publisher.tools.likeness import did_you_mean
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def read_keys(options: argparse.Namespace) -> Keys:
     """Raises ValueError for files that do not hold keys, or the wrong ones."""
     if options.server_key is None and options.client_key is None:
         return None, None
-    from publisher.keys import read_public_key, read_secret_key
+    from publisher.config.keys import read_public_key, read_secret_key
 
     if options.server_key is None or options.client_key is None:
         raise ValueError("--server-key and --client-key: one is of no use without the other")

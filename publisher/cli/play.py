@@ -9,8 +9,8 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from publisher.checks import check_text
 from publisher.cli.parsing import FINDINGS, NO_CONNECTION, USAGE, Parser, check_seconds, say
+from publisher.config.checks import check_text
 
 if TYPE_CHECKING:
     from kvevents.follower import Step
@@ -90,7 +90,7 @@ def add_options(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
-    from publisher.endpoint import Endpoint
+    from publisher.config.endpoint import Endpoint
     from publisher.tools.captures.ending import like_ctrl_c
     from publisher.tools.source import Capture, parse_file
 

@@ -38,8 +38,8 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _run(arguments: Sequence[str], before: object) -> int:
-    from publisher.checks import one_line
     from publisher.cli.commands import prepare
+    from publisher.config.checks import one_line
 
     try:
         try:

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from publisher.checks import shown
 from publisher.cli.following import nothing_came, say_begun, unreached
 from publisher.cli.parsing import (
     NO_CONNECTION,
@@ -19,6 +18,7 @@ from publisher.cli.parsing import (
     read_sources,
     say,
 )
+from publisher.config.checks import shown
 
 if TYPE_CHECKING:
     from publisher.tools.captures.record import Recorded

@@ -12,14 +12,14 @@ import msgspec
 from publisher.cli.parsing import NO_CONNECTION, Parser
 
 if TYPE_CHECKING:
-    from publisher.settings import Settings
+    from publisher.config.settings import Settings
 
 __all__ = ["add_options", "run"]
 
 
 def add_options(parser: Parser) -> None:
     """Of `serve`."""
-    from publisher.settings import add_options
+    from publisher.config.settings import add_options
 
     add_options(parser)
 
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
     for early in (signal.SIGUSR1, signal.SIGHUP):  # there is nothing to tell anew yet
         signal.signal(early, signal.SIG_IGN)
-    from publisher.settings import read_settings, unread
+    from publisher.config.settings import read_settings, unread
 
     if (note := unread()) is not None:
         print(f"kvevents serve: {note}", file=sys.stderr)
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
         _print_checked(settings)
         return 0
 
-    from publisher.sidecar import serve
-    from publisher.source import SourceError
+    from publisher.sidecar.process import serve
+    from publisher.sidecar.source import SourceError
 
     try:
         return serve(settings.link, settings.config, facts=settings.facts, forever=settings.forever)
@@ -51,8 +51,8 @@ def _print_checked(settings: Settings) -> None:
     """The configuration, and the sockets of the ranks that were asked for; on stderr, what of a sink its
     own consumer would not take.
     """
-    from publisher.misfits import misfits
-    from publisher.resolved import resolved
+    from publisher.config.misfits import misfits
+    from publisher.config.resolved import resolved
 
     for line in misfits(settings.config, settings.facts):
         print(f"kvevents serve: {line}", file=sys.stderr)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from publisher.checks import shown
 from publisher.cli.parsing import (
     FINDINGS,
     NO_CONNECTION,
@@ -23,6 +22,7 @@ from publisher.cli.parsing import (
     read_sources,
     say,
 )
+from publisher.config.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

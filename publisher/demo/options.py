@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from publisher.config import ConfigError, check_endpoint, is_same
+from publisher.config.sidecar_config import ConfigError, check_endpoint, is_same
 
 __all__ = [
     "ANY_PORT",

@@ -6,7 +6,7 @@ import argparse
 
 import msgspec
 
-from publisher.config import ConfigError
+from publisher.config.sidecar_config import ConfigError
 from publisher.demo.options import BUNDLED_TRACE
 from publisher.demo.site import ENGINE, find_router
 

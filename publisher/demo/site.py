@@ -23,7 +23,7 @@ from typing import Self
 
 import msgspec
 
-from publisher.config import ConfigError
+from publisher.config.sidecar_config import ConfigError
 
 __all__ = ["ENGINE", "Engine", "Router", "SiteError", "find_router"]
 

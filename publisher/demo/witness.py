@@ -8,7 +8,7 @@ from typing import Self
 
 from kvevents.gaps import Restarted
 from kvevents.index import BlockIndex
-from publisher.subscriber import Batch, Subscriber
+from publisher.subscriber.subscriber import Batch, Subscriber
 
 __all__ = ["Witness"]
 

@@ -153,7 +153,7 @@ def _count(value: object) -> int | None:
 
 def _local(endpoint: str) -> str:
     """A wildcard as loopback, and a path in full."""
-    from publisher.endpoint import Endpoint
+    from publisher.config.endpoint import Endpoint
 
     parsed = Endpoint.parse("endpoint", endpoint)
     if parsed.scheme == "ipc":

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvevents.events import AllBlocksCleared, BlockStored, Event, KVEventBatch
-from publisher.attendant import Respawn
-from publisher.client import DEFAULT_RING_BYTES, LinkError
-from publisher.config import WorkerInfo
+from publisher.config.sidecar_config import WorkerInfo
 from publisher.engines.disk import MEETING, Holdings, Meeting
 from publisher.engines.events import EventReader
 from publisher.engines.told import Told
-from publisher.link import Bound
-from publisher.spawned import Sidecar, spawn
+from publisher.link.messages import Bound
+from publisher.worker.attendant import Respawn
+from publisher.worker.client import DEFAULT_RING_BYTES, LinkError
+from publisher.worker.spawned import Sidecar, spawn
 
 __all__ = ["EngineSidecar"]
 

@@ -15,8 +15,11 @@ from typing import Any
 import msgspec
 
 from kvevents.hashing import HashFormat
-from publisher.checks import ConfigError, check_int, shown
-from publisher.config import (
+from publisher.config.checks import ConfigError, check_int, shown
+from publisher.config.config_file import read_file
+from publisher.config.engine_config import read_engine_sink
+from publisher.config.settings import pod_facts
+from publisher.config.sidecar_config import (
     SidecarConfig,
     SinkConfig,
     WorkerInfo,
@@ -25,10 +28,7 @@ from publisher.config import (
     read_config,
     unknown_key,
 )
-from publisher.config_file import read_file
-from publisher.engine_config import read_engine_sink
-from publisher.settings import pod_facts
-from publisher.topic import render_topic, topic_fields
+from publisher.config.topic import render_topic, topic_fields
 
 __all__ = ["FILE", "OPTION", "Told", "changed", "read_told"]
 

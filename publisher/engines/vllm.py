@@ -87,14 +87,14 @@ class SidecarPublisher:
 
 
 def _has_any_port(endpoint: str) -> bool:
-    from publisher.endpoint import Endpoint
+    from publisher.config.endpoint import Endpoint
 
     return Endpoint.parse("endpoint", endpoint).is_any
 
 
 def _as_told(told: str, bound: str) -> str:
     """As vLLM says it: as it was told, but for a free port, which is named at the node's address."""
-    from publisher.endpoint import Endpoint
+    from publisher.config.endpoint import Endpoint
 
     if not _has_any_port(told):
         return told

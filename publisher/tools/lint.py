@@ -12,7 +12,7 @@ import msgspec
 
 from kvevents.lint import CONSUMERS, Consumer, Finding, Lint
 from kvevents.message import Channel, Message
-from publisher.checks import one_line
+from publisher.config.checks import one_line
 from publisher.tools.likeness import did_you_mean
 from publisher.tools.repeats import Repeated, Repeats
 from publisher.tools.source import Capture, Live, Source, Sources

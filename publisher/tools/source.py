@@ -18,9 +18,9 @@ from kvevents.errors import KVEventsError
 from kvevents.follower import Arrival, Follower, Step
 from kvevents.frames import JOIN
 from kvevents.message import Channel, Message
-from publisher.checks import one_line, shown
 from publisher.closing import Closing
-from publisher.listener import Listener, wait_for
+from publisher.config.checks import one_line, shown
+from publisher.subscriber.listener import Listener, wait_for
 
 __all__ = [
     "Address",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvevents.frames import JOIN, MAX_SEQ
-from publisher.checks import shown
+from publisher.config.checks import shown
 
 __all__ = ["Start", "parse_start"]
 

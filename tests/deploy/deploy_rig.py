@@ -19,7 +19,7 @@ from ports_rig import free_endpoints
 from kvevents import BlockStored, KVEventBatch, StorageMedium
 from publisher import Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli.commands import parser_of
-from publisher.settings import Settings, read_settings
+from publisher.config.settings import Settings, read_settings
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 

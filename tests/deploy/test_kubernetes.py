@@ -21,8 +21,8 @@ from deploy_rig import (
 
 from examples.options import read_options
 from publisher import Sidecar
-from publisher.settings import pod_facts
-from publisher.topic import topic_fields
+from publisher.config.settings import pod_facts
+from publisher.config.topic import topic_fields
 
 KUBERNETES = DOCKER / "kubernetes"
 BASE = KUBERNETES / "base"

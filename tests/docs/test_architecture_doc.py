@@ -66,7 +66,7 @@ def test_every_module_that_is_named_is_there() -> None:
     named = re.findall(r"`((?:kvevents|hicache|publisher|tests|examples)/[\w/.]*)`", text)
     assert len(named) > 30
     assert [name for name in named if not (ROOT / name).exists()] == []
-    assert (ROOT / "publisher/subscriber.py").exists()
+    assert (ROOT / "publisher/subscriber/subscriber.py").exists()
 
 
 def test_the_picture_has_classes_that_exist() -> None:

@@ -22,7 +22,7 @@ from docs_pages import DOCS, ROOT, Block, blocks_of, pages
 
 from publisher import SidecarConfig, read_config
 from publisher.cli.commands import COMMANDS, parser_of
-from publisher.engine_config import read_engine_sink
+from publisher.config.engine_config import read_engine_sink
 
 RUN_BY = {
     ROOT / "README.md": ("tests/test_readme.py", {"python"}),

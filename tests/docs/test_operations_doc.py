@@ -22,11 +22,11 @@ LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 # ------------------------------------------------------------------------------------- log lines
 
 PASSED_ON = {
-    ("publisher/attendant.py", "_forward"): "what its sidecar logs",
-    ("publisher/loop.py", "_update_status"): "not one event: is prefix caching on",
-    ("publisher/sidecar.py", "_say_started"): "without CURVE, whoever reaches this network",
-    ("publisher/sidecar.py", "_serve_all"): "`http_endpoint: …`",
-    ("publisher/sidecar.py", "_serve_one"): "it cannot start (exit code 2)",
+    ("publisher/worker/attendant.py", "_forward"): "what its sidecar logs",
+    ("publisher/sidecar/loop.py", "_update_status"): "not one event: is prefix caching on",
+    ("publisher/sidecar/process.py", "_say_started"): "without CURVE, whoever reaches this network",
+    ("publisher/sidecar/process.py", "_serve_all"): "`http_endpoint: …`",
+    ("publisher/sidecar/process.py", "_serve_one"): "it cannot start (exit code 2)",
 }
 """Lines that only pass a text on, by who writes them; and what the page has of each."""
 

@@ -21,7 +21,7 @@ PAGES = {
 }
 BESIDES = (
     *("hicache.storage", "kvevents.dialect", "kvevents.frames", "kvevents.hashing"),
-    *("kvevents.records", "publisher.keys"),
+    *("kvevents.records", "publisher.config.keys"),
 )
 """Modules that are public besides the packages' own names."""
 

@@ -14,10 +14,10 @@ import zmq
 from kvevents import BlockIndex, BlockStored, StorageMedium, block_hashes, decode_batch
 from kvevents.events import Event
 from kvevents.frames import Frame, parse_replay_answer, replay_request
-from publisher.client import DEFAULT_RING_BYTES
 from publisher.engines.disk import Meeting
 from publisher.engines.sidecar import EngineSidecar
 from publisher.engines.told import Told, read_told
+from publisher.worker.client import DEFAULT_RING_BYTES
 
 __all__ = ["PATIENCE_S", "SIZE", "index_of", "rank_of", "replayed", "stored", "told_of", "until"]
 

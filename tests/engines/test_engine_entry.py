@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from publisher.config.settings import unread
 from publisher.engines import sglang, told, vllm
-from publisher.settings import unread
 
 ROOT = Path(__file__).parents[2]
 

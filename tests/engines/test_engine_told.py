@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvevents.hashing import HashFormat
-from publisher.config import ConfigError
+from publisher.config.sidecar_config import ConfigError
 from publisher.engines.told import Told, changed, read_told
 
 

@@ -26,8 +26,8 @@ from kvevents import BASE, Namespace, StorageMedium
 from kvevents.hashing import DIGEST_BYTES, block_hashes
 from kvevents.tokens import TOKEN_BYTES
 from publisher import SidecarConfig, WorkerInfo, spawn
-from publisher.attendant import SidecarState
-from publisher.config import read_config
+from publisher.config.sidecar_config import read_config
+from publisher.worker.attendant import SidecarState
 
 PATIENCE_S = 20.0
 PUMP_EVERY_S = 0.005

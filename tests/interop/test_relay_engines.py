@@ -1,4 +1,4 @@
-"""publisher.relay in front of the publishers of real SGLang and vLLM releases."""
+"""publisher.sidecar.relay in front of the publishers of real SGLang and vLLM releases."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from interop_rig import RELEASES, Engine, engine_of
 from interop_script import SIZE, Script
 
 from kvevents import BlockIndex, StorageMedium, decode_batch
-from publisher.config import RelayConfig, WorkerInfo
-from publisher.foreign import ForeignCounts, ForeignState
-from publisher.link import FRESH
-from publisher.relay import RelaySource
+from publisher.config.sidecar_config import RelayConfig, WorkerInfo
+from publisher.link.messages import FRESH
+from publisher.sidecar.relay import RelaySource
+from publisher.stream.foreign import ForeignCounts, ForeignState
 
 pytestmark = pytest.mark.integration
 

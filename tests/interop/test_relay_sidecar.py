@@ -20,7 +20,7 @@ from kvevents import AllBlocksCleared, BlockIndex, Event, StorageMedium, decode_
 from kvevents.frames import Frame, parse_replay_answer, replay_request
 from kvevents.index import Oddities
 from publisher import Batch, Subscriber
-from publisher.config import RelayConfig, SidecarConfig, SinkConfig, WorkerInfo
+from publisher.config.sidecar_config import RelayConfig, SidecarConfig, SinkConfig, WorkerInfo
 
 pytestmark = pytest.mark.integration
 
@@ -28,8 +28,8 @@ PATIENCE_S = 30.0
 
 _SERVE = """
 import sys
-from publisher.config import SidecarConfig, read_config
-from publisher.sidecar import serve
+from publisher.config.sidecar_config import SidecarConfig, read_config
+from publisher.sidecar.process import serve
 import msgspec
 sys.exit(serve(None, read_config(SidecarConfig, msgspec.json.decode(sys.argv[1]))))
 """

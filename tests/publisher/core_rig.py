@@ -21,9 +21,9 @@ from kvevents.hashing import block_hashes
 from kvevents.namespace import BASE
 from kvevents.records import BlockId, Clear, Record, Remove, StoreKnown, StoreNew
 from kvevents.tokens import pack_tokens
-from publisher.link import BATCH, FRESH
-from publisher.packed import pack_plain
-from publisher.source import Input
+from publisher.link.messages import BATCH, FRESH
+from publisher.link.packed import pack_plain
+from publisher.stream.input import Input
 
 BLOCK_SIZE = 2
 MEDIA = tuple(StorageMedium)

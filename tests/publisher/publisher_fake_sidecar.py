@@ -8,8 +8,8 @@ import socket
 import sys
 from pathlib import Path
 
-from publisher.link import VERSION, Failed, Hello, Ready, Welcome, receive, send
-from publisher.ring import RingReader
+from publisher.link.messages import VERSION, Failed, Hello, Ready, Welcome, receive, send
+from publisher.link.ring import RingReader
 
 
 def main(path: str, out: str, manner: str) -> int:

@@ -20,9 +20,9 @@ from kvevents import (
 from kvevents.hashing import block_hashes
 from kvevents.records import BlockId, Clear, Remove, StoreKnown, StoreNew
 from kvevents.tokens import pack_tokens
-from publisher.link import BATCH, COLUMNS, FRESH, LOST, PACKED
-from publisher.packed import pack_plain
-from publisher.source import Input
+from publisher.link.messages import BATCH, COLUMNS, FRESH, LOST, PACKED
+from publisher.link.packed import pack_plain
+from publisher.stream.input import Input
 
 __all__ = ["any_events", "any_inputs", "sound_inputs", "story"]
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from publisher.journal import Entry, Head, HeadSink, Journal, Kind, read_journal
+from publisher.stream.journal import Entry, Head, HeadSink, Journal, Kind, read_journal
 
 __all__ = ["entry", "head"]
 

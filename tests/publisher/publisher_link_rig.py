@@ -19,7 +19,7 @@ from publisher_rig import PATIENCE_S, eventually, kill, short_folder
 from kvevents import BASE, BlockIndex, StorageMedium
 from kvevents.records import BlockId, StoreNew
 from publisher import SidecarClient, WorkerInfo
-from publisher.link import (
+from publisher.link.messages import (
     VERSION,
     ControlMessage,
     Failed,
@@ -29,9 +29,9 @@ from publisher.link import (
     receive,
     send,
 )
-from publisher.replica import Replica, Told
-from publisher.ring import Message, RingReader
-from publisher.source import LinkSource
+from publisher.link.ring import Message, RingReader
+from publisher.sidecar.source import LinkSource
+from publisher.stream.replica import Replica, Told
 
 __all__ = ["Follower", "Link", "Peer", "Refused", "store", "until", "worker_running"]
 

@@ -7,7 +7,7 @@ import socket
 import struct
 import sys
 
-from publisher.ring import MIN_RING_BYTES, RingReader, RingWriter
+from publisher.link.ring import MIN_RING_BYTES, RingReader, RingWriter
 
 
 def write(connection: int) -> None:

@@ -27,7 +27,7 @@ from kvevents.frames import (
 )
 from kvevents.records import Record
 from publisher import Sidecar, SidecarConfig, SinkConfig, WorkerInfo
-from publisher.link import Bound
+from publisher.link.messages import Bound
 
 __all__ = [
     "WORKER",

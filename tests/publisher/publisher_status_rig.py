@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
-from publisher.config import WorkerInfo
-from publisher.status import (
+from publisher.config.sidecar_config import WorkerInfo
+from publisher.stream.status import (
     Books,
     CurveStatus,
     JournalStatus,

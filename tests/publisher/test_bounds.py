@@ -25,14 +25,14 @@ from kvevents.namespace import BASE
 from kvevents.records import BlockId, Remove, StoreKnown, StoreNew
 from kvevents.speller import Speller
 from kvevents.view import View
-from publisher.client import RETELL_BLOCKS
-from publisher.config import SinkConfig, WorkerInfo
-from publisher.core import Core
-from publisher.log import RetainedLog
-from publisher.output import SNAPSHOT_BLOCKS, Output
-from publisher.replay import ReplayServer
-from publisher.sink import Sink
-from publisher.source import Input
+from publisher.config.sidecar_config import SinkConfig, WorkerInfo
+from publisher.sidecar.replay import ReplayServer
+from publisher.sidecar.sink import Sink
+from publisher.stream.core import Core
+from publisher.stream.input import Input
+from publisher.stream.log import RetainedLog
+from publisher.stream.output import SNAPSHOT_BLOCKS, Output
+from publisher.worker.client import RETELL_BLOCKS
 
 BLOCK_SIZE = 2
 RUNNING, STALLED, BYTES_PER_TURN = 4, 32, 128 << 10

@@ -30,7 +30,7 @@ from publisher_rig import (
 import publisher
 from publisher import Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
-from publisher.config import RelayConfig, read_config
+from publisher.config.sidecar_config import RelayConfig, read_config
 from publisher.demo.trace import read_trace
 
 GOOD = '{"input_length": 600, "output_length": 10, "hash_ids": [1, 2]}\n'

@@ -1,4 +1,4 @@
-"""publisher.client alone: batches of foreign engines, counts, and closing at any moment (K1, K5)."""
+"""publisher.worker.client alone: batches of foreign engines, counts, closing at any moment (K1, K5)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from kvevents import (
     encode_batch,
 )
 from publisher import ClientStats, Sidecar, SidecarState, WorkerInfo, listen
-from publisher.link import BATCH, PACKED
-from publisher.packed import Unpacked, unpack
+from publisher.link.messages import BATCH, PACKED
+from publisher.link.packed import Unpacked, unpack
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""publisher.config: what cannot be is refused, by key, value and bound."""
+"""publisher.config.sidecar_config: what cannot be is refused, by key, value and bound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvevents.dialect import DIALECTS, PRESETS
 from kvevents.events import StorageMedium
 from kvevents.hashing import HashFormat
-from publisher.config import (
+from publisher.config.sidecar_config import (
     ConfigError,
     CurveConfig,
     RelayConfig,

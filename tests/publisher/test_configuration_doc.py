@@ -26,9 +26,9 @@ from publisher import (
     spawn,
 )
 from publisher.cli import main
-from publisher.client import DEFAULT_RING_BYTES
-from publisher.config import check_ports
-from publisher.topic import FIELDS, topic_fields
+from publisher.config.sidecar_config import check_ports
+from publisher.config.topic import FIELDS, topic_fields
+from publisher.worker.client import DEFAULT_RING_BYTES
 
 DOC = Path(__file__).parent.parent.parent / "docs" / "configuration.md"
 

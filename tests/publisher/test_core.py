@@ -1,4 +1,4 @@
-"""publisher.core: C1 and C2, with kills, torn files, lost messages and changed sinks in between."""
+"""publisher.stream.core: C1 and C2, with kills, torn files, lost messages, changed sinks in between."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvevents import AllBlocksCleared, BlockIndex
 from kvevents.codec import decode_batch
 from kvevents.index import Oddities
-from publisher.config import SinkConfig, WorkerInfo
-from publisher.core import Core, Numbered
-from publisher.link import LOST
-from publisher.output import Output
-from publisher.source import Input
+from publisher.config.sidecar_config import SinkConfig, WorkerInfo
+from publisher.link.messages import LOST
+from publisher.stream.core import Core, Numbered
+from publisher.stream.input import Input
+from publisher.stream.output import Output
 
 PLAIN = SinkConfig(name="plain", buffer_steps=8)
 MERGED = SinkConfig(

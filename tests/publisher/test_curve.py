@@ -26,8 +26,8 @@ from kvevents.frames import (
     replay_request,
 )
 from publisher import Batch, ConfigError, Subscriber
-from publisher.curve import Guard, exposure_warning
-from publisher.keys import is_key, read_public_key, read_secret_key, write_keys
+from publisher.config.keys import is_key, read_public_key, read_secret_key, write_keys
+from publisher.sidecar.curve import Guard, exposure_warning
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""publisher.endpoint: one address, its text, and its ranks."""
+"""publisher.config.endpoint: one address, its text, and its ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.checks import ConfigError
-from publisher.endpoint import Endpoint
+from publisher.config.checks import ConfigError
+from publisher.config.endpoint import Endpoint
 
 ADDRESSES = st.one_of(
     st.ip_addresses(v=4).map(str),

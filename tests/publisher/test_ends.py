@@ -21,16 +21,16 @@ from kvevents import AllBlocksCleared, BlockIndex, decode_batch
 from kvevents.codec import encode_batch
 from kvevents.events import KVEventBatch
 from publisher import Batch, SidecarConfig, SinkConfig, Subscriber, WorkerInfo, spawn
-from publisher.config import RelayConfig
-from publisher.core import Core
-from publisher.loop import Loop
-from publisher.relay import RelaySource
-from publisher.signals import Signals
-from publisher.sink import Sink
-from publisher.source import Input
-from publisher.state_folder import StateFolder
-from publisher.status import SidecarStatus
-from publisher.subscriber import Received
+from publisher.config.sidecar_config import RelayConfig
+from publisher.sidecar.loop import Loop
+from publisher.sidecar.relay import RelaySource
+from publisher.sidecar.signals import Signals
+from publisher.sidecar.sink import Sink
+from publisher.stream.core import Core
+from publisher.stream.input import Input
+from publisher.stream.state_folder import StateFolder
+from publisher.stream.status import SidecarStatus
+from publisher.subscriber.subscriber import Received
 
 ANY = "tcp://127.0.0.1:0"
 SINK = SinkConfig(name="s", endpoint=ANY, replay_endpoint=ANY)

@@ -1,4 +1,4 @@
-"""publisher.engine_stream: engines that crash, forget, drop and fall silent, without a socket."""
+"""publisher.sidecar.engine_stream: engines that crash, forget, drop and fall silent, without a socket."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.codec import decode_batch
-from publisher.engine_stream import Ask, EngineStream, RelayStats, Step
-from publisher.link import BATCH, FRESH
-from publisher.source import Input
+from publisher.link.messages import BATCH, FRESH
+from publisher.sidecar.engine_stream import Ask, EngineStream, RelayStats, Step
+from publisher.stream.input import Input
 
 BUFFER = 5
 """How many batches the simulated engine keeps for replays."""

@@ -1,4 +1,4 @@
-"""publisher.foreign: an engine's odd events, against a router that keeps sets of blocks."""
+"""publisher.stream.foreign: an engine's odd events, against a router that keeps sets of blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvevents import (
 )
 from kvevents.index import Oddities
 from kvevents.pieces import piece_of
-from publisher.foreign import ForeignCounts, ForeignState, Groups, _Index
+from publisher.stream.foreign import ForeignCounts, ForeignState, Groups, _Index
 
 SIZE = 2
 GPU, CPU, DISK, EXTERNAL = StorageMedium

@@ -32,12 +32,9 @@ from kvevents.frames import (
     replay_request,
 )
 from kvevents.records import decode_records
-from publisher.config import SinkConfig, WorkerInfo
-from publisher.core import Core
-from publisher.curve import Guard
-from publisher.journal import Entry, Head, Journal, Kind, read_journal
-from publisher.keys import read_public_key, write_keys
-from publisher.link import (
+from publisher.config.keys import read_public_key, write_keys
+from publisher.config.sidecar_config import SinkConfig, WorkerInfo
+from publisher.link.messages import (
     VERSION,
     Close,
     ControlMessage,
@@ -50,10 +47,14 @@ from publisher.link import (
     receive,
     send,
 )
-from publisher.replay import ReplayServer
-from publisher.ring import MIN_RING_BYTES, RingReader, RingWriter
-from publisher.source import Input, LinkSource
-from publisher.web import StatusServer
+from publisher.link.ring import MIN_RING_BYTES, RingReader, RingWriter
+from publisher.sidecar.curve import Guard
+from publisher.sidecar.replay import ReplayServer
+from publisher.sidecar.source import LinkSource
+from publisher.sidecar.web import StatusServer
+from publisher.stream.core import Core
+from publisher.stream.input import Input
+from publisher.stream.journal import Entry, Head, Journal, Kind, read_journal
 
 PATIENCE_S = 20.0
 FEW = settings(max_examples=max(40, settings().max_examples // 3))

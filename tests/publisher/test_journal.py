@@ -1,4 +1,4 @@
-"""publisher.journal: what a next process reads is what was written, or the beginning of it."""
+"""publisher.stream.journal: what a next process reads is what was written, or the beginning of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from publisher_journal_writer import entry, head
 from publisher_rig import open_fds
 
 from kvevents import KVEventsError
-from publisher.journal import Entry, Head, Journal, Kind, read_journal
+from publisher.stream.journal import Entry, Head, Journal, Kind, read_journal
 
 HEAD = head(3)
 Entries = st.builds(

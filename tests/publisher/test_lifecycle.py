@@ -1,4 +1,4 @@
-"""publisher.rendezvous, door, child, attendant: who meets whom, who is let in, who looks after it."""
+"""rendezvous, door, child, attendant: who meets whom, who is let in, who looks after it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,7 @@ from publisher import (
     WorkerInfo,
     listen,
 )
-from publisher.attendant import Attendant
-from publisher.child import MAX_LINE_BYTES, Child, LogLines
-from publisher.door import Admitted, Door, Left, Outcome, TurnedAway
-from publisher.link import (
+from publisher.link.messages import (
     VERSION,
     Close,
     Failed,
@@ -53,7 +50,10 @@ from publisher.link import (
     receive,
     send,
 )
-from publisher.rendezvous import Taken, private, remove_if_left, shared
+from publisher.link.rendezvous import Taken, private, remove_if_left, shared
+from publisher.worker.attendant import Attendant
+from publisher.worker.child import MAX_LINE_BYTES, Child, LogLines
+from publisher.worker.door import Admitted, Door, Left, Outcome, TurnedAway
 
 pytestmark = pytest.mark.integration
 
@@ -88,7 +88,7 @@ def test_a_private_folder_is_this_users_and_goes_with_its_link(folder: Path) -> 
 
 MEETING_WORKER = """
 import sys
-from publisher.rendezvous import private
+from publisher.link.rendezvous import private
 meeting = private()
 meeting.path.touch()
 print(meeting.path, flush=True)

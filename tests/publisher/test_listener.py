@@ -1,4 +1,4 @@
-"""publisher.listener: a listener that is slow, or is sent giants, or nonsense, hurts nobody."""
+"""publisher.subscriber.listener: who is slow, or is sent giants, or nonsense, hurts nobody."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvevents.follower import Malformed, Step, Told
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_request
 from kvevents.gaps import Gap, Lost
 from kvevents.message import Channel
-from publisher.keys import read_public_key, read_secret_key, write_keys
-from publisher.listener import Listener, wait_for
+from publisher.config.keys import read_public_key, read_secret_key, write_keys
+from publisher.subscriber.listener import Listener, wait_for
 
 
 def listen_until(listener: Listener, done: Callable[[list[Step]], bool]) -> list[Step]:

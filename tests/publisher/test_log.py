@@ -1,4 +1,4 @@
-"""publisher.log: L1 to L3, and the join that a subscriber makes of them."""
+"""publisher.stream.log: L1 to L3, and the join that a subscriber makes of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvevents import (
 )
 from kvevents.frames import JOIN, MAX_SEQ
 from kvevents.gaps import Ask, Deliver
-from publisher.log import RetainedLog
+from publisher.stream.log import RetainedLog
 
 
 def believing(payloads: Sequence[bytes], index: BlockIndex | None = None) -> BlockIndex:

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.logs import LOGGER, LineHandler, Throttle, configure, fields
+from publisher.sidecar.logs import LOGGER, LineHandler, Throttle, configure, fields
 
 pytestmark = pytest.mark.integration
 
@@ -263,7 +263,7 @@ def test_a_process_whose_stderr_is_closed_logs_on() -> None:
     code = """
 import logging, os
 os.close(1)
-from publisher.logs import configure
+from publisher.sidecar.logs import configure
 handler = configure()
 logging.getLogger("kvevents.test").error("said")
 os._exit(0 if handler.dropped == 1 else 9)

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from publisher_status_rig import full_status
 
-from publisher.metrics import StatusCollector, scrape
-from publisher.status import SidecarStatus
+from publisher.sidecar.metrics import StatusCollector, scrape
+from publisher.stream.status import SidecarStatus
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 Label = tuple[tuple[str, str], ...]

@@ -1,4 +1,4 @@
-"""publisher.misfits: what a sink's own consumer would not take is said before it starts."""
+"""publisher.config.misfits: what a sink's own consumer would not take is said before it starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvevents.dialect import DIALECTS
 from publisher import SidecarConfig, SinkConfig
-from publisher.misfits import misfits
+from publisher.config.misfits import misfits
 
 
 @pytest.mark.parametrize("name", DIALECTS)

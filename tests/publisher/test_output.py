@@ -1,4 +1,4 @@
-"""publisher.output: one sink's stream as it is made, and as the journal makes it again."""
+"""publisher.stream.output: one sink's stream as it is made, and as the journal makes it again."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kvevents.speller import Speller, Spells
 from kvevents.store_form import StoreSpeller
 from kvevents.tokens import pack_tokens
 from kvevents.view import View
-from publisher.config import WorkerInfo
-from publisher.journal import Entry, Kind
-from publisher.output import SNAPSHOT_BLOCKS, Frame, Output
-from publisher.replica import Replica, Told
-from publisher.source import Input
+from publisher.config.sidecar_config import WorkerInfo
+from publisher.stream.input import Input
+from publisher.stream.journal import Entry, Kind
+from publisher.stream.output import SNAPSHOT_BLOCKS, Frame, Output
+from publisher.stream.replica import Replica, Told
 
 WORKER = WorkerInfo(block_size=BLOCK_SIZE)
 GPU = StorageMedium.GPU

@@ -1,4 +1,4 @@
-"""publisher.packed: what is packed is sound and is read back; anything else is refused."""
+"""publisher.link.packed: what is packed is sound and is read back; anything else is refused."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from kvevents.columns import Columns
 from kvevents.errors import KVEventsError
 from kvevents.index import BlockIndex
 from kvevents.tokens import TokenIds, pack_tokens
-from publisher.foreign import ForeignState
-from publisher.link import BATCH, COLUMNS, PACKED
-from publisher.packed import (
+from publisher.link.messages import BATCH, COLUMNS, PACKED
+from publisher.link.packed import (
     Unpacked,
     head_of,
     load_columns,
@@ -37,6 +36,7 @@ from publisher.packed import (
     save_events,
     unpack,
 )
+from publisher.stream.foreign import ForeignState
 
 BUFFER = bytearray()
 """Of all of them: what was packed before leaves nothing."""

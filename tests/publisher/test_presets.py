@@ -19,7 +19,7 @@ from kvevents import AllBlocksCleared, BlockIndex, StorageMedium, decode_batch
 from kvevents.dialect import DIALECTS, PRESETS, Dialect
 from kvevents.index import Oddities
 from publisher import Respawn, Sidecar, SinkConfig, WorkerInfo, spawn
-from publisher.link import Bound
+from publisher.link.messages import Bound
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""publisher.relay: a real SUB and DEALER against an engine's publisher in the test's hands."""
+"""publisher.sidecar.relay: a real SUB and DEALER against an engine's publisher in the test's hands."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from publisher_rig import (
 from kvevents import AllBlocksCleared
 from kvevents.codec import decode_batch
 from kvevents.frames import replay_answer
-from publisher.config import RelayConfig, WorkerInfo
-from publisher.engine_stream import RelayStats
-from publisher.link import BATCH, FRESH
-from publisher.relay import RelaySource
-from publisher.source import Input, Source
+from publisher.config.sidecar_config import RelayConfig, WorkerInfo
+from publisher.link.messages import BATCH, FRESH
+from publisher.sidecar.engine_stream import RelayStats
+from publisher.sidecar.relay import RelaySource
+from publisher.sidecar.source import Source
+from publisher.stream.input import Input
 
 pytestmark = pytest.mark.integration
 

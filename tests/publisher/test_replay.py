@@ -1,4 +1,4 @@
-"""publisher.replay on a real ROUTER: every request is answered up to END; nobody waits for anybody."""
+"""publisher.sidecar.replay on a real ROUTER: every request is answered up to END, and nobody waits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvevents.dialect import Dialect
 from kvevents.frames import END, Frame, parse_replay_answer, replay_request
 from kvevents.speller import Speller
 from kvevents.view import View
-from publisher.config import SinkConfig, WorkerInfo
-from publisher.output import Output
-from publisher.replay import ReplayServer
-from publisher.sink import Sink
+from publisher.config.sidecar_config import SinkConfig, WorkerInfo
+from publisher.sidecar.replay import ReplayServer
+from publisher.sidecar.sink import Sink
+from publisher.stream.output import Output
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""publisher.replica: R1 to R3, for sound workers and for arbitrary inputs."""
+"""publisher.stream.replica: R1 to R3, for sound workers and for arbitrary inputs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from kvevents.events import KVEventBatch
 from kvevents.index import Oddities
 from kvevents.records import Clear
 from kvevents.speller import Speller
-from publisher.config import WorkerInfo
-from publisher.link import BATCH, FRESH, LOST
-from publisher.replica import Replica, Told
-from publisher.source import Input
+from publisher.config.sidecar_config import WorkerInfo
+from publisher.link.messages import BATCH, FRESH, LOST
+from publisher.stream.input import Input
+from publisher.stream.replica import Replica, Told
 
 WORKER = WorkerInfo(block_size=BLOCK_SIZE)
 CLEAR: list[Event] = [AllBlocksCleared()]

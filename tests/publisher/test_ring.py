@@ -1,4 +1,4 @@
-"""publisher.ring: B1 to B3, against a model that knows nothing of shared memory."""
+"""publisher.link.ring: B1 to B3, against a model that knows nothing of shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from publisher_rig import PATIENCE_S, kill, open_fds, still_running
 
 from kvevents import KVEventsError
-from publisher.ring import MIN_RING_BYTES, Message, RingReader, RingWriter
+from publisher.link.ring import MIN_RING_BYTES, Message, RingReader, RingWriter
 
 HEADER_BYTES = 4096
 PREFIX_BYTES = 16

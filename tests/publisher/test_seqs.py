@@ -1,4 +1,4 @@
-"""publisher.seqs: a seq that outlives its process, whole or noticed."""
+"""publisher.stream.seqs: a seq that outlives its process, whole or noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from publisher_rig import open_fds
 
-from publisher.seqs import MAX_KEPT_SEQ, SeqFile
+from publisher.stream.seqs import MAX_KEPT_SEQ, SeqFile
 
 Seqs = st.integers(0, MAX_KEPT_SEQ) | st.sampled_from([0, 1, MAX_KEPT_SEQ])
 
@@ -168,7 +168,7 @@ def test_no_room_is_an_oserror(tmp_path: Path) -> None:
 _ON_A_FULL_DISK = """
 import sys
 from pathlib import Path
-from publisher.seqs import SeqFile
+from publisher.stream.seqs import SeqFile
 folder = Path(sys.argv[1])
 early = SeqFile(folder / "early")
 try:
@@ -207,7 +207,7 @@ def test_a_full_disk_is_an_oserror_and_no_signal(tmp_path: Path) -> None:
 _WRITER = """
 import itertools, os, sys
 from pathlib import Path
-from publisher.seqs import SeqFile
+from publisher.stream.seqs import SeqFile
 kept = SeqFile(Path(sys.argv[1]))
 for seq in itertools.count(kept.found or 0):
     kept.write(seq)

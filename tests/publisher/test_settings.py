@@ -1,4 +1,4 @@
-"""publisher.settings: a file, flags, the environment and engines' JSON become one configuration."""
+"""publisher.config.settings: file, flags, environment and engines' JSON become one configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from publisher.config import (
+from publisher.config.config_file import load_config
+from publisher.config.resolved import resolved
+from publisher.config.settings import Settings, add_options, pod_facts, read_settings, unread
+from publisher.config.sidecar_config import (
     ConfigError,
     CurveConfig,
     RelayConfig,
@@ -20,9 +23,6 @@ from publisher.config import (
     SinkConfig,
     WorkerInfo,
 )
-from publisher.config_file import load_config
-from publisher.resolved import resolved
-from publisher.settings import Settings, add_options, pod_facts, read_settings, unread
 
 POD = {"POD_IP": "10.1.2.3", "POD_NAME": "worker-0", "NAMESPACE": "kv"}
 LINK = ("--link", "/run/link")

@@ -1,4 +1,4 @@
-"""publisher.spawned and publisher.sidecar: the whole way from a worker's records to real sockets."""
+"""publisher.sidecar.process, spawned: the whole way from a worker's records to real sockets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from publisher import (
     WorkerInfo,
     spawn,
 )
-from publisher.link import Bound
+from publisher.link.messages import Bound
 
 pytestmark = pytest.mark.integration
 

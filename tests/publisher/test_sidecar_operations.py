@@ -38,9 +38,9 @@ from publisher_sidecar_rig import (
 
 from kvevents import AllBlocksCleared, decode_batch
 from publisher import Sidecar, SidecarState, Subscriber, WorkerInfo, listen, spawn
-from publisher.config import CurveConfig
-from publisher.keys import read_public_key, read_secret_key, write_keys
-from publisher.link import Bound
+from publisher.config.keys import read_public_key, read_secret_key, write_keys
+from publisher.config.sidecar_config import CurveConfig
+from publisher.link.messages import Bound
 
 pytestmark = pytest.mark.integration
 

@@ -46,7 +46,7 @@ from publisher import (
     WorkerInfo,
     spawn,
 )
-from publisher.link import Bound
+from publisher.link.messages import Bound
 
 pytestmark = pytest.mark.integration
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from publisher.silence import SilenceWatch
+from publisher.sidecar.silence import SilenceWatch
 
 
 def test_messages_without_events_are_said_once() -> None:

@@ -1,4 +1,4 @@
-"""publisher.sink: one output's sockets, where they are, and when a heartbeat is due."""
+"""publisher.sidecar.sink: one output's sockets, where they are, and when a heartbeat is due."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvevents import AllBlocksCleared, BlockStored, Event, StorageMedium, decode
 from kvevents.frames import Frame, parse_live
 from kvevents.speller import Speller
 from kvevents.view import View
-from publisher.checks import ConfigError
-from publisher.config import SinkConfig, WorkerInfo
-from publisher.link import Bound
-from publisher.output import Output
-from publisher.sink import Sink, SinkError
+from publisher.config.checks import ConfigError
+from publisher.config.sidecar_config import SinkConfig, WorkerInfo
+from publisher.link.messages import Bound
+from publisher.sidecar.sink import Sink, SinkError
+from publisher.stream.output import Output
 
 pytestmark = pytest.mark.integration
 

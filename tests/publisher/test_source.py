@@ -1,4 +1,4 @@
-"""publisher.source: the sidecar's end of the link (S1, S2), and workers that are none."""
+"""publisher.sidecar.source: the sidecar's end of the link (S1, S2), and workers that are none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from publisher_link_rig import store
 from publisher_rig import PATIENCE_S, open_fds, short_folder
 
 from publisher import SidecarClient, WorkerInfo
-from publisher.link import (
+from publisher.link.messages import (
     BATCH,
     FRESH,
     LOST,
@@ -33,8 +33,9 @@ from publisher.link import (
     receive,
     send,
 )
-from publisher.ring import MIN_RING_BYTES, RingWriter
-from publisher.source import Input, LinkSource, SourceError
+from publisher.link.ring import MIN_RING_BYTES, RingWriter
+from publisher.sidecar.source import LinkSource, SourceError
+from publisher.stream.input import Input
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""publisher.client with a sidecar's end of the link (K1 to K4): what a router comes to believe."""
+"""publisher.worker.client with a sidecar's end of the link (K1 to K4): what a router comes to believe."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from hicache import HiRadixCache, KVShape, PagePool
 from kvevents import BASE, AllBlocksCleared, HashFormat, Namespace, StorageMedium
 from kvevents.records import BlockId, Clear, Record, RecordSource, Remove, StoreKnown, StoreNew
 from publisher import ClientStats, LinkError, SidecarClient, WorkerInfo
-from publisher.client import RETELL_BLOCKS
-from publisher.link import (
+from publisher.link.messages import (
     FRESH,
     VERSION,
     Bound,
@@ -40,7 +39,8 @@ from publisher.link import (
     receive,
     send,
 )
-from publisher.ring import MIN_RING_BYTES
+from publisher.link.ring import MIN_RING_BYTES
+from publisher.worker.client import RETELL_BLOCKS
 
 pytestmark = pytest.mark.integration
 

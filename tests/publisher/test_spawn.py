@@ -1,4 +1,4 @@
-"""publisher.spawned with real sidecars: killed at any moment, and workers that end in every way."""
+"""publisher.worker.spawned with real sidecars: killed at any moment; workers that end in every way."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from publisher import (
     listen,
     spawn,
 )
-from publisher.rendezvous import private
+from publisher.link.rendezvous import private
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""publisher.state_folder: private, and one sidecar's at a time."""
+"""publisher.stream.state_folder: private, and one sidecar's at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from publisher_rig import PATIENCE_S, eventually, open_fds
 
-from publisher.state_folder import StateError, StateFolder, default_root
+from publisher.stream.state_folder import StateError, StateFolder, default_root
 
 
 def mode(path: Path) -> int:
@@ -118,7 +118,7 @@ def test_a_directory_as_the_lock(tmp_path: Path) -> None:
 _HOLDER = """
 import sys
 from pathlib import Path
-from publisher.state_folder import StateFolder
+from publisher.stream.state_folder import StateFolder
 folder = StateFolder(Path(sys.argv[1]), "w", wait_s=0)
 print("held", flush=True)
 sys.stdin.read()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from publisher_status_rig import EVENTS, full_status
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
-from publisher.status import Books, Buckets, EventCounts, is_stuck
+from publisher.stream.status import Books, Buckets, EventCounts, is_stuck
 
 
 def test_the_books_balance_when_nothing_has_vanished() -> None:

@@ -46,7 +46,7 @@ from publisher import (
     WorkerInfo,
     spawn,
 )
-from publisher.log import RetainedLog
+from publisher.stream.log import RetainedLog
 
 pytestmark = pytest.mark.integration
 

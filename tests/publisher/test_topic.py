@@ -1,4 +1,4 @@
-"""publisher.topic: templates, and what cannot be one."""
+"""publisher.config.topic: templates, and what cannot be one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.checks import ConfigError
-from publisher.topic import FIELDS, check_topic, render_topic, topic_fields
+from publisher.config.checks import ConfigError
+from publisher.config.topic import FIELDS, check_topic, render_topic, topic_fields
 
 FACTS = {field: f"<{field}>" for field in FIELDS}
 LLM_D = "kv@{pod_ip}:{port}@{model}"

@@ -1,4 +1,4 @@
-"""publisher.foreign, kvevents.view and the spellers: what consumers believe of a relayed engine."""
+"""publisher.stream.foreign, kvevents.view spellers: what consumers believe of a relayed engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvevents import (
 from kvevents.dialect import PRESETS, Dialect
 from kvevents.store_form import StoreSpeller
 from kvevents.view import View
-from publisher.foreign import ForeignState
+from publisher.stream.foreign import ForeignState
 
 FEWER = settings(max_examples=settings().max_examples // 2)
 """Of each dialect: there are a dozen, and what the engine says is the same for all."""

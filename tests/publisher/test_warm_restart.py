@@ -36,9 +36,9 @@ from publisher_sidecar_rig import (
 from hicache import HiRadixCache
 from kvevents import AllBlocksCleared, KVEventBatch, decode_batch
 from publisher import LinkError, Respawn, Sidecar, SinkConfig, WorkerInfo, spawn
-from publisher.core import Core
-from publisher.link import Bound
-from publisher.state_folder import StateError
+from publisher.link.messages import Bound
+from publisher.stream.core import Core
+from publisher.stream.state_folder import StateError
 
 pytestmark = pytest.mark.integration
 

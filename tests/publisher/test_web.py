@@ -17,9 +17,9 @@ import pytest
 from publisher_rig import eventually, open_fds
 from publisher_status_rig import full_status
 
-from publisher.config import ConfigError, WorkerInfo
-from publisher.status import SidecarStatus
-from publisher.web import StatusServer, kv_event_sources, server_info
+from publisher.config.sidecar_config import ConfigError, WorkerInfo
+from publisher.sidecar.web import StatusServer, kv_event_sources, server_info
+from publisher.stream.status import SidecarStatus
 
 pytestmark = pytest.mark.integration
 

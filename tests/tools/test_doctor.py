@@ -39,9 +39,9 @@ from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, Storage
 from kvevents.frames import live_frames
 from publisher import Sidecar, WorkerInfo, spawn
 from publisher.cli import main
-from publisher.config import CurveConfig
-from publisher.endpoint import Endpoint
-from publisher.keys import write_keys
+from publisher.config.endpoint import Endpoint
+from publisher.config.keys import write_keys
+from publisher.config.sidecar_config import CurveConfig
 from publisher.tools.doctor.reach import unreached
 
 pytestmark = pytest.mark.integration

@@ -14,8 +14,8 @@ from publisher_rig import payload_of
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.frames import live_frames, replay_answer, replay_end
 from kvevents.lint import CONSUMERS
-from publisher.checks import one_line
-from publisher.endpoint import Endpoint
+from publisher.config.checks import one_line
+from publisher.config.endpoint import Endpoint
 from publisher.tools.colour import painter
 from publisher.tools.doctor.asking import Page, judge_ready, judge_state
 from publisher.tools.doctor.content import Content

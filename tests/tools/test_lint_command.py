@@ -38,8 +38,8 @@ from kvevents.lint import CONSUMERS
 from kvevents.message import Channel, Message
 from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
-from publisher.keys import read_secret_key, write_keys
-from publisher.listener import Listener, wait_for
+from publisher.config.keys import read_secret_key, write_keys
+from publisher.subscriber.listener import Listener, wait_for
 from publisher.tools.lint import Linted, Report, read_consumers
 
 WIDE = 0x0123_4567_89AB_CDEF

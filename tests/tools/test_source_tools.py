@@ -21,7 +21,7 @@ from kvevents.follower import Told
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_end, replay_request
 from kvevents.gaps import Gap, Lost
 from kvevents.message import Channel, Message
-from publisher.checks import ConfigError
+from publisher.config.checks import ConfigError
 from publisher.tools.source import Address, Capture, Live, Sources, parse_file, parse_sources
 
 # ------------------------------------------------------------------------------------ parse_sources

@@ -23,8 +23,8 @@ import zmq
 from kvevents.follower import Follower, Malformed, Step, Told
 from kvevents.frames import live_frames
 from kvevents.message import Channel, Message
-from publisher.replay import RETRY_S, ReplayServer
-from publisher.sink import SinkError, bind_one
+from publisher.sidecar.replay import RETRY_S, ReplayServer
+from publisher.sidecar.sink import SinkError, bind_one
 from publisher.tools.captures.history import History
 
 __all__ = ["MAX_SPEED", "Form", "Player", "Sending", "in_order", "live_only", "stretches"]

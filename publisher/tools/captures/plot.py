@@ -12,7 +12,7 @@ from kvevents.follower import Told
 from kvevents.message import Channel
 from kvevents.profile import Profile
 from kvevents.reading import read
-from publisher.checks import shown
+from publisher.config.checks import shown
 from publisher.tools.source import Capture
 from publisher.tools.text import printable
 

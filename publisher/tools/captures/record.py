@@ -15,7 +15,7 @@ from kvevents.capture import CaptureHead, CaptureWriter
 from kvevents.follower import Step, Told
 from kvevents.gaps import Gap, Lost, Restarted
 from kvevents.message import Channel
-from publisher.listener import wait_for
+from publisher.subscriber.listener import wait_for
 from publisher.tools.captures.ending import like_ctrl_c
 from publisher.tools.interrupt import Interrupt
 from publisher.tools.source import Live

@@ -11,7 +11,7 @@ from kvevents.check import RULES, Checker, Finding, Place
 from kvevents.follower import Step
 from kvevents.hashing import BlockHash
 from kvevents.message import Channel
-from publisher.listener import wait_for
+from publisher.subscriber.listener import wait_for
 from publisher.tools.check.checked import Checked
 from publisher.tools.check.report import Compared, number
 from publisher.tools.interrupt import InterruptCount

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvevents.check import RULES, Checker, Finding, Place, Verifier
-from publisher.checks import one_line, shown
+from publisher.config.checks import one_line, shown
 from publisher.tools.repeats import Repeats
 from publisher.tools.text import json_text, printable
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from publisher.checks import one_line, shown
-from publisher.endpoint import Endpoint
+from publisher.config.checks import one_line, shown
+from publisher.config.endpoint import Endpoint
 from publisher.tools.doctor.diagnosis import Finding
 from publisher.tools.doctor.reach import dial_raw
 from publisher.tools.doctor.zmtp import looks_like

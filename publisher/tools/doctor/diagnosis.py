@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from publisher.checks import one_line
+from publisher.config.checks import one_line
 from publisher.tools.colour import Paint
 
 __all__ = [

@@ -7,8 +7,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
 from kvevents.lint import Consumer
-from publisher.dial import ClientKeys
-from publisher.endpoint import Endpoint
+from publisher.config.endpoint import Endpoint
+from publisher.subscriber.dial import ClientKeys
 from publisher.tools.doctor.asking import ask, first_words
 from publisher.tools.doctor.content import Content
 from publisher.tools.doctor.diagnosis import Arrivals, Finding

@@ -10,7 +10,7 @@ from kvevents.frames import JOIN, live_frames
 from kvevents.lint import Consumer, Lint
 from kvevents.lint import Finding as Loss
 from kvevents.lint.finding import Lost
-from publisher.checks import one_line, shown
+from publisher.config.checks import one_line, shown
 from publisher.tools.doctor.content import Content, Kept
 from publisher.tools.doctor.diagnosis import Finding, Voids
 from publisher.tools.doctor.listening import Heard

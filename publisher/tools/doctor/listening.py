@@ -12,7 +12,7 @@ import zmq
 
 from kvevents.errors import KVEventsError
 from kvevents.frames import END, JOIN, parse_replay_answer, replay_request
-from publisher.dial import ClientKeys, dial
+from publisher.subscriber.dial import ClientKeys, dial
 from publisher.tools.doctor.content import Content
 from publisher.tools.doctor.peers import Role, Shake
 

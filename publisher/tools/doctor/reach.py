@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import zmq
 
-from publisher.checks import ConfigError, shown
-from publisher.endpoint import Endpoint
+from publisher.config.checks import ConfigError, shown
+from publisher.config.endpoint import Endpoint
 from publisher.tools.doctor.diagnosis import Finding
 from publisher.tools.source import meant
 

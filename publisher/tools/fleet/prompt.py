@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvevents.tokens import MAX_TOKEN
-from publisher.checks import shown
+from publisher.config.checks import shown
 
 __all__ = ["parse_tokens", "read_tokens"]
 

@@ -15,7 +15,7 @@ from kvevents.events import (
 )
 from kvevents.hashing import canonical_hash, short_hash
 from kvevents.reading import Reading
-from publisher.checks import shown
+from publisher.config.checks import shown
 from publisher.tools.fleet.prompt import parse_tokens
 
 __all__ = ["Filter", "HashPattern", "parse_filter"]

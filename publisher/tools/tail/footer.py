@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from publisher.checks import shown
+from publisher.config.checks import shown
 from publisher.tools.columns import byte_size
 from publisher.tools.tail.stream import Stream
 

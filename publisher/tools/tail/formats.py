@@ -9,7 +9,7 @@ from typing import Final
 from kvevents.events import AllBlocksCleared, BlockStored, Event
 from kvevents.hashing import short_hash
 from kvevents.reading import Reading
-from publisher.checks import shown
+from publisher.config.checks import shown
 from publisher.tools.tail.lines import clock
 from publisher.tools.tail.notice import Notice
 from publisher.tools.tail.objects import hash_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from publisher.checks import shown
+from publisher.config.checks import shown
 from publisher.tools.columns import of_batches
 from publisher.tools.source import Address
 

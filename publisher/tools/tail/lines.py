@@ -10,7 +10,7 @@ from functools import lru_cache
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.hashing import short_hash
 from kvevents.reading import Reading
-from publisher.checks import shown
+from publisher.config.checks import shown
 from publisher.tools.colour import Paint
 from publisher.tools.tail.notice import Notice
 from publisher.tools.tail.stream import Stream

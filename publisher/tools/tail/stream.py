@@ -18,7 +18,7 @@ from kvevents.frames import JOIN
 from kvevents.gaps import Gap, Lost
 from kvevents.message import Channel, Message
 from kvevents.reading import Reading
-from publisher.checks import one_line
+from publisher.config.checks import one_line
 from publisher.tools.source import Capture, Live, Source
 from publisher.tools.tail.hints import Seen, Watch
 from publisher.tools.tail.kept import Kept

@@ -1,0 +1,1 @@
+"""What a sidecar is told: sinks, addresses, keys, and how that is read and checked."""

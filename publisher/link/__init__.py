@@ -1,0 +1,1 @@
+"""Between worker and sidecar: shared memory, and a socket beside it."""
