@@ -24,7 +24,7 @@ __all__ = ["NAME", "main", "measure"]
 
 NAME = "busy_loop"
 EVENTS = (8, 20)
-STEP_US, STEPS, WINDOWS, ROUNDS = 1000.0, 150, 6, 3
+STEP_US, STEPS, WINDOWS, ROUNDS = 1000.0, 125, 6, 3
 UNDER_WAY_S = 0.002
 """Batches published less than this before a window's end are under way, and no backlog."""
 
