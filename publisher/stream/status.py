@@ -34,9 +34,9 @@ __all__ = [
 Key = tuple[str, str]
 """An event's kind and its medium; the medium is empty where the event names none."""
 
-DROP_REASONS = ("encode", "filtered", "socket")
-"""Why events are left out of a sink: they could not be spelled, its dialect does not tell of them, or the
-socket would not take the batch.
+DROP_REASONS = ("filtered", "socket")
+"""Why events are left out of a sink: its dialect does not tell of them, or the socket would not take the
+batch.
 """
 
 _LONGEST_S = 1e9
