@@ -81,6 +81,11 @@ class RelaySource:
         self._first_probe_s = self._probe_s = probe_s
 
     @property
+    def endpoint(self) -> str:
+        """Where the engine publishes."""
+        return self._config.endpoint
+
+    @property
     def replay_endpoint(self) -> str | None:
         """Where replays are asked for."""
         return self._config.replay_endpoint

@@ -8,13 +8,14 @@ __all__ = ["SilenceWatch"]
 
 
 class SilenceWatch:
-    """Says once that a worker has told nothing for `after_s` since `began`. `began`, `now`: monotonic.
+    """Says once that a worker, or `who` it is, has told nothing for `after_s` since `began`. `began`,
+    `now`: monotonic.
 
     A worker that has ever told an event may be idle as long as it likes.
     """
 
-    def __init__(self, after_s: float, began: float) -> None:
-        self._after_s = after_s
+    def __init__(self, after_s: float, began: float, who: str = "worker") -> None:
+        self._after_s, self._who = after_s, who
         self.wake_at = began + after_s
         """When to call `check` though nothing has come; inf once there is nothing more to say."""
 
@@ -34,6 +35,7 @@ class SilenceWatch:
                 "and does every request's prompt fill at least one block?"
             )
         return (
-            f"no events: nothing has come from the worker in {self._after_s:g} s: is prefix caching on, "
-            "is it getting requests, and is it told to publish?"
+            f"no events: nothing has come from the {self._who} in "
+            f"{self._after_s:g} s: is prefix caching on, is it getting requests, "
+            "and is it told to publish?"
         )

@@ -401,7 +401,12 @@ def _readyz(status: SidecarStatus) -> Answer:
         told
         for there, told in (
             (status.ready, "not every socket is bound"),
-            (status.source.worker_up, "the worker is not there"),
+            (
+                status.source.worker_up,
+                "the engine is not connected"
+                if status.source.kind == "relay"
+                else "the worker is not there",
+            ),
         )
         if not there
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from core_rig import BLOCK_SIZE, StoryWorker
 from ports_rig import free_endpoints
 from publisher_link_rig import until, worker_running
@@ -36,7 +37,8 @@ from publisher_sidecar_rig import (
     work,
 )
 
-from kvevents import AllBlocksCleared, decode_batch
+from kvevents import AllBlocksCleared, KVEventBatch, decode_batch, encode_batch
+from kvevents.frames import live_frames
 from publisher import Sidecar, SidecarState, Subscriber, WorkerInfo, listen, spawn
 from publisher.config.keys import read_public_key, read_secret_key, write_keys
 from publisher.config.sidecar_config import CurveConfig
@@ -209,6 +211,30 @@ def test_sigusr1_tells_what_a_relay_knows(tmp_path: Path) -> None:
         recorder.follow_until(lambda: len(recorder.clears) > clears)
         assert recorder.clears[-1] == end
         recorder.follow_until(lambda: recorder.index.resident == story.truth)
+
+
+def test_a_relay_says_what_it_cannot_have(tmp_path: Path) -> None:
+    """That its engine is not where it was told; then how much it came too late for."""
+    endpoint, pub = free_endpoints(2)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.XPUB) as engine,
+        start_kvevents(
+            f"away-{tmp_path.name}",
+            *("serve", "--relay", endpoint, "--block-size", str(BLOCK_SIZE), "--endpoint", pub),
+            *("--state-dir", str(tmp_path)),
+        ) as process,
+    ):
+        assert process.stderr is not None
+        log = iter(process.stderr.readline, "")
+        away = next(line for line in log if "WARNING" in line)
+        assert f"relay.endpoint: {endpoint}: no engine is there" in away
+        engine.bind(endpoint)
+        assert engine.poll(int(PATIENCE_S * 1000)), "the relay connects"
+        engine.recv()
+        engine.send_multipart(live_frames(b"", 3, encode_batch(KVEventBatch(1.0, [], 0))))
+        late = next(line for line in log if "cannot be had" in line)
+        assert "3 batches of the engine cannot be had" in late
 
 
 def test_sighup_reads_the_client_keys_anew(tmp_path: Path) -> None:

@@ -425,6 +425,12 @@ def test_the_state_of_a_sidecar_in_trouble() -> None:
     told = [one.text for one in judge_state(state, Endpoint("tcp", "h", 1), subscribed=True)]
     for text in ("tell its state anew", "2 messages", "sees no subscriber", "left out 3", "4 hand"):
         assert any(text in one for one in told), (text, told)
+    other = {"source": {"kind": "relay"}, "left_out_blocks": {"wrong_block_size": 5}}
+    (finding,) = judge_state(other, None, subscribed=False)
+    assert (finding.verdict, finding.stops) == ("wrong", True)
+    assert finding.text.startswith("5 blocks of the engine were left out")
+    (finding,) = judge_ready("there", Page(503, b"the engine is not connected\n"))
+    assert "start the engine" in finding.advice
     (finding,) = judge_ready("there", Page(503, b"the worker is not there\n"))
     assert (finding.verdict, finding.stops) == ("wrong", True)
     assert "the worker is not there" in finding.text

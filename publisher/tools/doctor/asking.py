@@ -142,7 +142,9 @@ def judge_ready(where: str, page: Page) -> Iterator[Finding]:
         return
     why = one_line(page.body[:200].decode(errors="replace").strip()) or f"status {page.status}"
     advice = ""
-    if "worker" in why:
+    if "engine" in why:
+        advice = "start the engine; it has to bind where relay.endpoint says: tcp://*:PORT"
+    elif "worker" in why:
         advice = "start the worker; spawn() or listen() in it is what connects the two"
     text = f"the sidecar at {where} is not ready: {why}"
     yield Finding(_PROBE, "wrong", text, advice, stops=True)
@@ -167,6 +169,13 @@ def judge_state(
     if isinstance(refused := messages.get("refused"), int) and refused:
         text = f"{refused} messages of the worker were refused, and told anew since: {messages}"
         yield Finding(_PROBE, "unknown", one_line(text[:300]))
+    size = _dict(state.get("left_out_blocks")).get("wrong_block_size")
+    if isinstance(size, int) and size:
+        text = f"{size} blocks of the engine were left out: they are not of the size it was told"
+        advice = (
+            "give block_size (--block-size) as the engine has it: its --block-size or --page-size"
+        )
+        yield Finding(_PROBE, "wrong", text, advice, stops=True)
     sinks = [one for one in _list(state.get("sinks")) if isinstance(one, dict)]
     yield from _judge_sinks(sinks, endpoint, subscribed=subscribed)
     yield from _judge_curve(_dict(state.get("curve")))
