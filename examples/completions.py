@@ -10,6 +10,7 @@ import json
 import re
 import select
 import socket
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -25,9 +26,13 @@ import msgspec
 __all__ = ["Backend", "Failed", "Front", "Held", "Request"]
 
 _MOST_BODY_BYTES = 8 << 20
+_MOST_DIGITS = 1000
+"""Of its length, leading zeros too; Python reads no number of many thousands."""
 _LOOK_S = 0.2
 """How often a waiting connection looks whether its client is still there."""
 _LAST_S = 1.0
+_MOST_SILENT_S = 60.0
+"""For which a client may neither send nor take anything, while it is its turn."""
 _OF_THE_SIDECAR = ("/kv_event_sources", "/server_info", "/get_server_info")
 """By which routers find the events."""
 
@@ -119,15 +124,26 @@ class _Refused(Exception):
         self.status, self.message, self.param = status, message, param
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 1024  # clients that come at the same moment
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients come and go: that a connection has broken is nothing to say."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
 class Front:
     """Serves `backend` until it is closed. Raises OSError when it cannot listen there."""
 
-    def __init__(self, backend: Backend, host: str, port: int) -> None:
+    def __init__(
+        self, backend: Backend, host: str, port: int, most_silent_s: float = _MOST_SILENT_S
+    ) -> None:
         self._busy = _Busy()
         ours = {"backend": backend, "numbers": count(), "busy": self._busy}
-        handler = type("Handler", (_Handler,), ours)
+        handler = type("Handler", (_Handler,), {**ours, "timeout": most_silent_s})
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            self._server = _Server((host, port), handler)
         except OSError as error:
             raise OSError(f"{host}:{port} cannot be listened at: {error.strerror}") from None
         self._thread = Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -177,6 +193,8 @@ def _read(body: bytes, backend: Backend) -> tuple[Request, _Completion]:
         raise _Refused(400, f"the body: {error}") from None
     except UnicodeDecodeError as error:
         raise _Refused(400, f"the body: {error.reason}") from None
+    except RecursionError:
+        raise _Refused(400, "the body: nested too deeply") from None
     if asked.model not in (None, backend.model):
         raise _Refused(404, f"model: {asked.model!r} is not served, {backend.model!r} is", "model")
     if asked.temperature:
@@ -188,12 +206,12 @@ def _read(body: bytes, backend: Backend) -> tuple[Request, _Completion]:
         if getattr(asked, name) not in (None, False):
             raise _Refused(400, f"{name}: is not served", name)
     prompt = _prompt(asked.prompt, backend.vocab_size)
-    max_tokens = 16 if asked.max_tokens is None else asked.max_tokens
     most = backend.most_tokens - len(prompt)
     if most < 1:
         raise _Refused(
             400, f"prompt: {len(prompt)} tokens are not in 1..{backend.most_tokens - 1}", "prompt"
         )
+    max_tokens = min(16, most) if asked.max_tokens is None else asked.max_tokens
     if not 1 <= max_tokens <= most:
         raise _Refused(
             400, f"max_tokens: {max_tokens} is not in 1..{most} behind this prompt", "max_tokens"
@@ -270,9 +288,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isdecimal():
             self.close_connection = True
             raise _Refused(411, "content-length: is needed")
-        if int(length) > _MOST_BODY_BYTES:
+        if len(length) > _MOST_DIGITS or int(length) > _MOST_BODY_BYTES:
             self.close_connection = True
-            raise _Refused(413, f"the body: {length} bytes are not in 0..{_MOST_BODY_BYTES}")
+            raise _Refused(413, f"the body: {length[:20]} bytes are not in 0..{_MOST_BODY_BYTES}")
         return self.rfile.read(int(length))
 
     # ---------------------------------------------------------------------------------- answers

@@ -260,8 +260,8 @@ def _without_none(kind: Any, data: Any) -> Any:
     types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     return {
         key: None
-        if value == NONE and types[key] == int | None
-        else _without_none(types[key], value)
+        if value == NONE and types.get(key) == int | None
+        else _without_none(types.get(key), value)
         for key, value in data.items()
     }
 

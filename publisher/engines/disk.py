@@ -49,7 +49,9 @@ class Holdings:
         return self._blocks.get(block_hash)
 
     def note(self, events: Iterable[Event]) -> None:
-        """Take up a batch as a whole: a block that only moves between media stays known throughout."""
+        """Take up a batch as a whole: a block that only moves between media stays known throughout. A
+        store that is unsound is passed over.
+        """
         left: list[tuple[int, int]] = []
         for event in events:
             if type(event) is BlockStored:
@@ -68,8 +70,13 @@ class Holdings:
     def _store(self, event: BlockStored) -> None:
         if event.extra_keys is not None or event.medium is None:
             return  # what is of more than tokens and names is not told of a disk
-        step, tokens = event.block_size * TOKEN_BYTES, pack_tokens(event.token_ids)
-        space = Namespace(event.lora_name, event.cache_salt, event.extra_key)
+        try:
+            step, tokens = event.block_size * TOKEN_BYTES, pack_tokens(event.token_ids)
+            space = Namespace(event.lora_name, event.cache_salt, event.extra_key)
+        except (TypeError, ValueError, OverflowError):
+            return
+        if len(tokens) != step * len(event.block_hashes):
+            return
         parent = (
             None if event.parent_block_hash is None else canonical_hash(event.parent_block_hash)
         )

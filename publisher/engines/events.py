@@ -75,8 +75,8 @@ class EventReader:
     def _stored(self, optional: tuple[str, ...]) -> _Read:
         def read(event: Any) -> Event | None:
             tokens = event.token_ids
-            if type(tokens) is not list:
-                tokens = list(tokens)
+            if type(tokens) is not list:  # an array's own items may be no ints
+                tokens = list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
             if tokens and type(tokens[0]) in (list, tuple):
                 raise ValueError("pairs of tokens (EAGLE bigrams) are not understood")
             parent = event.parent_block_hash

@@ -1,16 +1,20 @@
 """One rank's sidecar, as an engine's publisher has it.
 
 P1  Publishing never waits and never raises. Whoever comes while another thread hands a batch over leaves
-    its own in the queue, and that thread hands it over too.
+    its own in the queue, and that thread hands it over too. What the link has no room for waits in the
+    queue until it has, for a thread of its own to hand over.
 P2  A configuration that cannot be is refused at construction. Nothing else stops the engine: a sidecar
     that does not come is said in the log and tried again, and what is told meanwhile waits; one that ends
-    is started again, however often.
+    is started again, however often. What the queue has no room for is lost, the oldest first, and then
+    all that was told before is cleared.
 P3  The sidecar starts at once where the block size is known, else when the first stored block tells it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -24,7 +28,7 @@ from publisher.engines.events import EventReader
 from publisher.engines.told import Told
 from publisher.link.messages import Bound
 from publisher.worker.attendant import Respawn
-from publisher.worker.client import DEFAULT_RING_BYTES, LinkError
+from publisher.worker.client import DEFAULT_RING_BYTES, ClientStats, LinkError, SidecarClient
 from publisher.worker.spawned import Sidecar, spawn
 
 __all__ = ["EngineSidecar"]
@@ -34,6 +38,10 @@ _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 30.0
 _FOR_EVER = Respawn(attempts=2**31)
 """An engine runs for weeks, and nobody starts it again for its publisher's sake."""
 _MOST_SAID = 64
+_FULL_PAUSE_S = 0.01
+"""Between looks whether a link that was full has room again."""
+_TOKEN_BYTES, _BLOCK_BYTES, _EVENT_BYTES = 9, 64, 1024
+"""What each takes on the link at most: tokens packed and encoded, and names of the usual length."""
 
 _log = logging.getLogger("kvevents.engines")
 
@@ -63,18 +71,23 @@ class EngineSidecar:
         self.sidecar: Sidecar | None = None
         """Once it is ready."""
         self.dropped = 0
-        """Batches that found no room while the sidecar was awaited."""
+        """Batches that found no room in the queue."""
         self._reader = EventReader()
-        self._queue: deque[KVEventBatch] = deque(maxlen=told.max_queue_size or None)
+        self._queue: deque[KVEventBatch] = deque()
         self._turn = threading.Lock()
         """Of the one thread that hands batches over."""
         self._starting = threading.Lock()
         self._stop = threading.Event()
         self._begun = False
-        self._invalid = 0
-        """Batches that the link has refused as unsound."""
+        self._counted = ClientStats()
+        """What the link had counted when it last refused a batch."""
         self._missed = False
-        """Whether the last batches found no room."""
+        """Whether a storage's events may have been lost since it told all."""
+        self._hole = False
+        """Whether a batch was dropped that those which wait may hang on."""
+        self._pushing = False
+        """Whether a thread waits for the link to have room; whose turn it is says so."""
+        self._pid = os.getpid()
         self._said: set[str] = set()
         self._known: Holdings | None = None
         self._meeting.join_publisher(self)
@@ -120,35 +133,76 @@ class EngineSidecar:
         self._known = known
 
     def _offer(self, batch: KVEventBatch) -> None:
-        if self._stop.is_set():
+        if self._stop.is_set() or os.getpid() != self._pid:  # a forked process publishes nothing
             return
-        if len(self._queue) == self._queue.maxlen:
-            self.dropped += 1  # the oldest: of what hung on it nothing will be told
         self._queue.append(batch)
+        while 0 < self.told.max_queue_size < len(self._queue):
+            self._drop_oldest()
         self._drain()
+
+    def _drop_oldest(self) -> None:
+        with contextlib.suppress(IndexError):  # other threads take from it too
+            self._queue.popleft()
+            self.dropped += 1
+            self._hole = True  # not before: whoever sees it clears what came before
 
     def _drain(self) -> None:
         while self._queue and self.sidecar is not None and self._turn.acquire(blocking=False):
+            client = self.sidecar.client
             try:
-                self._put_all(self.sidecar)
+                if not self._put_all(client):
+                    self._push_later(client)
+                    return
             finally:
                 self._turn.release()
 
-    def _put_all(self, sidecar: Sidecar) -> None:
-        client = sidecar.client
-        while self._queue:
-            batch = self._queue.popleft()
-            if client.publish_batch(batch):
-                if self._missed:  # after a hole the sidecar clears all that it was told
+    def _push_later(self, client: SidecarClient) -> None:
+        if not self._pushing:
+            pusher = threading.Thread(
+                target=self._push, args=(client,), name="kvevents-push", daemon=True
+            )
+            with contextlib.suppress(
+                RuntimeError
+            ):  # no thread to be had: the next batch tries again
+                pusher.start()
+                self._pushing = True
+
+    def _push(self, client: SidecarClient) -> None:
+        while not self._stop.wait(_FULL_PAUSE_S):
+            with self._turn:
+                if self._put_all(client):
+                    self._pushing = False
+                    break
+        self._drain()  # what came during the last turn
+
+    def _put_all(self, client: SidecarClient) -> bool:
+        """Whether the queue is empty; the link is full if not. For whose turn it is."""
+        with contextlib.suppress(IndexError):
+            while client.has_room(_most_bytes(self._queue[0])):
+                batch = self._queue.popleft()
+                if self._hole:
+                    self._hole, self._missed = False, True
+                    cleared: list[Event] = [AllBlocksCleared()]
+                    client.publish_batch(KVEventBatch(batch.ts, cleared, batch.dp_rank))
+                if self._put(client, batch) and self._missed:
+                    # After a hole the sidecar clears all that it was told.
                     self._missed = False
                     self._meeting.tell_all()
-                continue
-            invalid, self._invalid = self._invalid, client.stats.invalid
-            self._missed = self._missed or invalid == self._invalid
-            if invalid != self._invalid and len(batch.events) > 1:
-                for event in batch.events:  # one that is unsound is to cost itself alone
-                    client.publish_batch(KVEventBatch(batch.ts, [event], batch.dp_rank))
-                self._invalid = client.stats.invalid
+            return False
+        return True
+
+    def _put(self, client: SidecarClient, batch: KVEventBatch) -> bool:
+        """Whether it was handed over as it is."""
+        if client.publish_batch(batch):
+            return True
+        before, now = self._counted, client.stats
+        if now.invalid != before.invalid and len(batch.events) > 1:
+            for event in batch.events:  # one that is unsound is to cost itself alone
+                client.publish_batch(KVEventBatch(batch.ts, [event], batch.dp_rank))
+            now = client.stats
+        self._counted = now
+        self._missed = self._missed or now.refused != before.refused
+        return False
 
     def _say(self, message: str, reason: str) -> None:
         """Each kind once."""
@@ -201,7 +255,7 @@ class EngineSidecar:
                     ready_s=self._ready_s,
                     respawn=_FOR_EVER,
                 )
-            except (LinkError, OSError) as error:
+            except (LinkError, OSError, RuntimeError) as error:  # RuntimeError: no more threads
                 _log.error(
                     "the sidecar of rank %d did not start, and is tried again; the engine goes on: %s",
                     self.dp_rank,
@@ -221,9 +275,20 @@ class EngineSidecar:
 
     def close(self) -> None:
         """Have the sidecar publish what is left and end. Safe to call twice."""
+        if os.getpid() != self._pid:
+            return  # its parent's, whose locks are as they were at the fork
         self._drain()
         self._stop.set()
         self._meeting.leave_publisher(self)
         with self._starting:
             if self.sidecar is not None:
                 self.sidecar.close()
+
+
+def _most_bytes(batch: KVEventBatch) -> int:
+    """What it takes on the link, about; rather more."""
+    events = batch.events
+    hashes = [event.block_hashes for event in events if not isinstance(event, AllBlocksCleared)]
+    tokens = [event.token_ids for event in events if isinstance(event, BlockStored)]
+    sizes = sum(map(len, tokens)), sum(map(len, hashes)), 1 + len(events)
+    return _TOKEN_BYTES * sizes[0] + _BLOCK_BYTES * sizes[1] + _EVENT_BYTES * sizes[2]

@@ -59,8 +59,8 @@ _KNOWN = (*SinkConfig.__struct_fields__, *_ONLY_ENGINES, *_OF_WORKER, *_OF_SIDEC
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """`worker`: what was said of it, as WorkerInfo has it. `max_queue_size`: batches that wait for the
-    sidecar's start at most; 0: any number.
+    """`worker`: what was said of it, as WorkerInfo has it. `max_queue_size`: batches that wait at most,
+    for the sidecar's start or for room on the link; 0: any number.
     """
 
     config: SidecarConfig
@@ -103,9 +103,10 @@ def read_told(said: Mapping[str, Any], environ: Mapping[str, str], *, dialect: s
     """
     file, file_worker = _read_file(environ.get(FILE, ""))
     try:
-        for key in said:
+        for key, value in said.items():
             if key not in _KNOWN:
                 raise unknown_key(key, key, _KNOWN)
+            _check_text(key, value)
         max_queue_size = said.get("max_queue_size", _ENGINES["max_queue_size"])
         check_int("max_queue_size", max_queue_size, 0)
         worker = {name: said[name] for name in _OF_WORKER if name in said}
@@ -119,6 +120,14 @@ def read_told(said: Mapping[str, Any], environ: Mapping[str, str], *, dialect: s
     if said.get("format") == "dynamo":
         worker["hash_format"] = HashFormat.DYNAMO
     return Told(config, {**file_worker, **worker}, max_queue_size)
+
+
+def _check_text(key: str, value: object) -> None:
+    """Raises ConfigError for half a character, which JSON can write, and nobody else."""
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        raise ConfigError(f"{key}: {shown(value)} is no text") from None
 
 
 def _first_sinks(said: Mapping[str, Any], file: Data, dialect: str) -> list[Any]:

@@ -255,6 +255,18 @@ class SidecarClient:
         finally:
             self._leave()
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether to wait makes no difference to a message of so many bytes, its header included: the
+        ring has room for it, never will have, or is let go of.
+        """
+        if not self._enter():
+            return True
+        try:
+            room, most = self._ring.free_bytes, self._ring.capacity
+            return not self._reachable or min(num_bytes, most) <= room
+        finally:
+            self._leave()
+
     def pump(self, source: RecordSource) -> bool:
         """Hand over what changed in `source` since the last pump; call it every step, idle or not.
 

@@ -68,8 +68,8 @@ def rank_of(
 def stored(first: int, count: int = 1, **more: Any) -> BlockStored:
     """The leading blocks of a prompt that counts from `first`."""
     tokens = list(range(first, first + count * SIZE))
-    fields: dict[str, Any] = {"medium": StorageMedium.GPU, **more}
-    return BlockStored([*block_hashes(tokens, SIZE)], None, tokens, SIZE, None, **fields)
+    fields: dict[str, Any] = {"token_ids": tokens, "block_size": SIZE, "medium": StorageMedium.GPU}
+    return BlockStored([*block_hashes(tokens, SIZE)], None, **{**fields, **more})
 
 
 def replayed(folder: Path) -> list[Event]:

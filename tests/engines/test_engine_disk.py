@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines_rig import SIZE, index_of, rank_of, stored, until
+from engines_rig import SIZE, index_of, rank_of, replayed, stored, until
 
 from hicache.pool import MLAShape
 from hicache.storage import PageFormat
@@ -111,28 +111,43 @@ def test_pages_are_told_and_told_again(tmp_path: Path, meeting: Meeting, pages: 
 def test_after_a_hole_pages_are_told_again(
     tmp_path: Path, meeting: Meeting, pages: ToldPages
 ) -> None:
-    """A sidecar that did not read for too long has everything cleared, and the files are there still."""
-    with rank_of(tmp_path, meeting=meeting, ring_bytes=1 << 16) as rank:
+    """Where a sidecar did not read for too long everything is cleared, and the files are there still."""
+    with rank_of(tmp_path, meeting=meeting, ring_bytes=1 << 16, max_queue_size=5) as rank:
         event = stored(0, 3)
         rank.publish(1.0, [event], None)
         assert pages.write(keys_of(0, 3), [], page) == 3
         until(lambda: on_disk(tmp_path) == set(event.block_hashes))
         assert rank.sidecar is not None
-        client, first = rank.sidecar.client, 1000
+        first = 1000
         os.kill(rank.sidecar.pid, signal.SIGSTOP)
         try:
-            while not client.stats.refused:
+            while not rank.dropped:
                 rank.publish(1.0, [stored(first, 100)], None)
                 first += 400
         finally:
             os.kill(rank.sidecar.pid, signal.SIGCONT)
 
-        def told_again() -> bool:
-            rank.publish(1.0, [stored(500, 1)], None)
-            return not index_of(tmp_path).resident[GPU] - set(stored(500).block_hashes)
-
-        until(told_again)
+        until(lambda: replayed(tmp_path).count(AllBlocksCleared()) == 2)  # one when it began
         until(lambda: on_disk(tmp_path) == set(event.block_hashes))
+
+
+@pytest.mark.integration
+def test_unsound_stores_cost_themselves_alone(
+    tmp_path: Path, meeting: Meeting, pages: ToldPages
+) -> None:
+    """Where a storage wants to know of every block, too: of the batch the others are told, and known."""
+    odd = [
+        stored(100, token_ids=tokens)
+        for tokens in ([1, 2, 3, -1], [1, 2, 3, 2**32], [1, 2, 3], [1.5, 2, 3, 4], ["a"] * 4)
+    ]
+    odd.append(stored(200, block_size=True, token_ids=[1, 2, 3, 4]))
+    odd.append(stored(300, lora_name="n" * 5000))
+    good = stored(0, 2)
+    with rank_of(tmp_path, meeting=meeting) as rank:
+        rank.publish(1.0, [*odd, good, *odd], None)
+        assert pages.write(keys_of(0, 2), [], page) == 2
+        until(lambda: on_disk(tmp_path) == set(good.block_hashes))
+        assert set(index_of(tmp_path).resident[GPU]) == set(good.block_hashes)
 
 
 @pytest.mark.integration

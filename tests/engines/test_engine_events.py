@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
+import numpy
 import pytest
+import torch
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from publisher.engines.events import EventReader
@@ -41,6 +44,33 @@ def test_lists_are_passed_on() -> None:
     assert read.block_hashes is event.block_hashes
     assert read.token_ids is event.token_ids
     assert read.medium is StorageMedium.GPU
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        (1, 2, 3, 4),
+        range(1, 5),
+        array("q", [1, 2, 3, 4]),
+        numpy.arange(1, 5, dtype=numpy.uint32),
+        torch.arange(1, 5),
+    ],
+    ids=lambda it: type(it).__module__,
+)
+def test_tokens_that_are_no_list(spelled: Any) -> None:
+    """Come out as a list of ints, also those of an array whose items are none."""
+    (read,) = EventReader().read([store(token_ids=spelled)])
+    assert isinstance(read, BlockStored)
+    assert read.token_ids == [1, 2, 3, 4]
+    assert {*map(type, read.token_ids)} == {int}
+
+
+@pytest.mark.parametrize("odd", [5, None, numpy.array(5), torch.ones(2, 2)], ids=repr)
+def test_tokens_that_are_none(odd: Any) -> None:
+    """No list, or none of ints, they cost the event."""
+    reader = EventReader()
+    assert reader.read([store(token_ids=odd)]) == []
+    assert reader.skipped == 1
 
 
 @pytest.mark.parametrize("spelled", [2**64 - 1, b"\xff" * 8, bytes(24) + b"\xff" * 8, -1])

@@ -14,7 +14,7 @@ import pytest
 from engines_rig import index_of, rank_of, replayed, stored, until
 from ports_rig import free_port
 
-from kvevents import AllBlocksCleared, BlockStored, StorageMedium
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 
 pytestmark = pytest.mark.integration
 
@@ -76,6 +76,64 @@ def test_several_threads(tmp_path: Path) -> None:
             assert len(index_of(tmp_path).resident[StorageMedium.GPU]) == 300
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_what_the_link_has_no_room_for_waits(tmp_path: Path) -> None:
+    """A sidecar that does not read for a while: nothing is lost, refused or cleared, though no batch
+    follows the last one. What the link could never hold is refused.
+    """
+    events = [stored(first, 20) for first in range(0, 16_000, 80)]
+    with rank_of(tmp_path, ring_bytes=1 << 16) as rank:
+        assert rank.sidecar is not None
+        os.kill(rank.sidecar.pid, signal.SIGSTOP)
+        for event in events:
+            rank.publish(1.0, [event], None)
+        assert rank._queue
+        os.kill(rank.sidecar.pid, signal.SIGCONT)
+        until(lambda: replayed(tmp_path) == [AllBlocksCleared(), *events])  # as it began
+        assert rank.sidecar.client.stats.refused == 0
+        until(lambda: not rank._pushing)
+        huge = stored(0, 2000)
+        rank.publish(1.0, [huge], None)  # more than the link will ever hold
+        until(lambda: rank.sidecar is not None and rank.sidecar.client.stats.oversized == 1)
+
+
+def test_what_the_queue_has_no_room_for_is_cleared(tmp_path: Path) -> None:
+    """The oldest goes, and with it all that was told before: what it removed is not believed in."""
+    kept = stored(0, 2)
+    with rank_of(tmp_path, ring_bytes=1 << 16, max_queue_size=3) as rank:
+        assert rank.sidecar is not None
+        rank.publish(1.0, [kept], None)
+        until(lambda: index_of(tmp_path).resident[StorageMedium.GPU])
+        os.kill(rank.sidecar.pid, signal.SIGSTOP)
+        first = 1000
+        while not rank._queue:
+            rank.publish(1.0, [stored(first, 20)], None)
+            first += 80
+        rank.publish(1.0, [BlockRemoved([*kept.block_hashes], StorageMedium.GPU)], None)
+        while rank.dropped < 2:
+            rank.publish(1.0, [stored(first, 20)], None)
+            first += 80
+        os.kill(rank.sidecar.pid, signal.SIGCONT)
+        left = {one for start in (240, 160, 80) for one in stored(first - start, 20).block_hashes}
+        until(lambda: set(index_of(tmp_path).resident[StorageMedium.GPU]) == left)
+        assert replayed(tmp_path).count(AllBlocksCleared()) > 1
+
+
+def test_a_forked_process_publishes_nothing(tmp_path: Path) -> None:
+    """Nor keeps anything, nor waits at its end for what a thread of its parent's was doing."""
+    with rank_of(tmp_path) as rank, rank._starting, rank._turn:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                rank.publish(1.0, [stored(100)], None)
+                rank.close()
+                code = len(rank._queue)
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+    assert rank.dropped == 0
 
 
 def test_the_first_block_tells_the_block_size(tmp_path: Path) -> None:

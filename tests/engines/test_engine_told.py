@@ -137,6 +137,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"sinks": {}}, "--kv-events-config: sinks: "),
         ({"http_endpoint": "tcp://h:1"}, "--kv-events-config: http_endpoint: "),
         ({"bind": False, "mode": "bind"}, "--kv-events-config: bind: False"),
+        ({"topic": "\ud800"}, "--kv-events-config: topic: '\\ud800'"),
+        ({"sinks": [{"name": "\ud800"}]}, "--kv-events-config: sinks: "),
+        ({"curve": [{"endpoint": 5}]}, "--kv-events-config: curve: "),
     ],
 )
 def test_keys_that_cannot_be(keys: dict[str, Any], said: str) -> None:

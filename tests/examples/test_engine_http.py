@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,8 +113,9 @@ def test_many_at_once(engine: EngineProcess) -> None:
         ([1], 400, None, "Expected `object`, got `array`"),
         (b"{", 400, None, "Input data was truncated"),
         (b"\xff", 400, None, "the body"),
+        (b'{"prompt": [1], "stop": ' + b"[" * 100_000, 400, None, "nested too deeply"),
     ],
-    ids=repr,
+    ids=lambda it: repr(it)[:40],
 )
 def test_bad_input(
     body: object, status: int, field: str | None, says: str, engine: EngineProcess
@@ -133,7 +135,8 @@ def test_bad_http(engine: EngineProcess) -> None:
             response = connection.getresponse()
             response.read()
             assert response.status == status
-    for headers, status in (({}, 411), ({"Content-Length": str(9 << 20)}, 413)):
+    for length, status in ((None, 411), ("-1", 411), (str(9 << 20), 413), ("9" * 5000, 413)):
+        headers = {} if length is None else {"Content-Length": length}
         with contextlib.closing(engine.connect()) as connection:
             connection.putrequest("POST", "/v1/completions")
             for name, value in headers.items():
@@ -141,6 +144,31 @@ def test_bad_http(engine: EngineProcess) -> None:
             connection.endheaders()
             assert connection.getresponse().status == status
     assert engine.get("/health").status == 200
+
+
+def test_a_prompt_that_leaves_less_than_the_default(engine: EngineProcess) -> None:
+    """Gets as many tokens as there is room for, where none were asked for."""
+    assert len(tokens_of(engine.post({"prompt": [1] * 1020}).body)) == 4
+    assert len(tokens_of(engine.post({"prompt": [1]}).body)) == 16
+
+
+def test_many_clients_at_the_same_moment(engine: EngineProcess) -> None:
+    """Are let in, also while the engine has no time for them; those that break off then say nothing."""
+    request = b"GET /metrics HTTP/1.1\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        engine.process.send_signal(signal.SIGSTOP)
+        stack.callback(engine.process.send_signal, signal.SIGCONT)
+        address = ("127.0.0.1", engine.port)
+        clients = [
+            stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(200)
+        ]
+        for client in clients:
+            client.sendall(request * 5)
+        for client in clients[1:]:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+        engine.process.send_signal(signal.SIGCONT)
+        assert clients[0].recv(15) == b"HTTP/1.1 200 OK"
 
 
 def test_what_routers_and_people_ask_for(engine: EngineProcess) -> None:
@@ -241,6 +269,20 @@ def test_a_full_queue(tmp_path: Path) -> None:
             assert (status, tokens_of(body)) == (200, greedy(PROMPT, 3))
             with pytest.raises(OSError, match=rf"127.0.0.1:{front.port} cannot be listened at"):
                 Front(stepped.engine, "127.0.0.1", front.port)
+
+
+_HEAD = b"POST /v1/completions HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize("half", [b"", b"POST /v1", _HEAD, _HEAD + b"Content-Length: 9\r\n\r\n{"])
+def test_a_client_that_says_nothing(half: bytes, tmp_path: Path) -> None:
+    """Or not all that it has to say, does not keep its connection for ever."""
+    with Stepped(tmp_path) as stepped:
+        front = Front(stepped.engine, "127.0.0.1", 0, most_silent_s=0.1)
+        with contextlib.closing(front), socket.create_connection(("127.0.0.1", front.port)) as one:
+            one.settimeout(PATIENCE_S)
+            one.sendall(half)
+            assert one.recv(1) == b""
 
 
 def _post(url: str, body: object) -> tuple[int, Any]:

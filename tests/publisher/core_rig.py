@@ -49,11 +49,16 @@ class StoryWorker:
     """Blocks by parent; on every medium a block is there only while its parent is.
 
     `foreign`: it tells batches of events, as an engine's publisher does. `packed`: most of them as they
-    cross a link.
+    cross a link. `grouped`: most such engines name the KV cache group of all that they tell, and tell of
+    another's blocks too.
     """
 
-    def __init__(self, seed: int, *, foreign: bool = False, packed: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, foreign: bool = False, packed: bool = False, grouped: bool = False
+    ) -> None:
         self._random, self._foreign, self._packed = Random(seed), foreign, packed
+        self._group = Random(seed).choice((None, 0, 0, 1)) if grouped else None
+        """The main one; if it is not 0, every store says that it is of full attention."""
         self.blocks: list[Block] = []
         self._next_id = 0
         self.number = 0
@@ -89,6 +94,8 @@ class StoryWorker:
         """Something changes, and is offered; a refused message burns its number."""
         changed = self._change()
         self._offer(*changed, refused=refused)
+        if self._group is not None and self._random.random() < 0.3:
+            self._offer([], self._of_another_group())
 
     def retell(self) -> None:
         """Begin anew, with all there is."""
@@ -120,6 +127,9 @@ class StoryWorker:
             return
         ts = float(number)
         if self._foreign:
+            if self._group is not None:
+                for event in events:
+                    self._name_group(event, self._group)
             batch, body = KVEventBatch(ts, events, 0), bytearray()
             packed = self._packed and number % 3 and pack_plain(batch, body)
             self.messages.append(
@@ -129,6 +139,27 @@ class StoryWorker:
             )
         else:
             self.messages.append(Input(number, flags, msgspec.msgpack.encode((ts, records))))
+
+    def _name_group(self, event: Event, group: int) -> None:
+        if isinstance(event, AllBlocksCleared) or event.group_idx is not None:
+            return
+        event.group_idx = group
+        if isinstance(event, BlockStored):
+            event.extra_keys = self._random.choice((None, [None] * len(event.block_hashes)))
+            event.kv_cache_spec_kind = "full_attention" if group else None
+
+    def _of_another_group(self) -> list[Event]:
+        """What is stored and removed of the same blocks, and of others; it touches nothing."""
+        group, medium = self._random.choice((2, 3)), self._random.choice(MEDIA)
+        events: list[Event] = []
+        for block in [*self.blocks[:2], Block(None, [1] * BLOCK_SIZE, BASE)]:
+            removed = BlockRemoved([block.hash], medium)
+            events.append(self._random.choice((self._stored(block, medium), removed)))
+        for event in events:
+            self._name_group(event, group)
+            if isinstance(event, BlockStored):
+                event.kv_cache_spec_kind = None
+        return events
 
     def _change(self) -> tuple[list[Record], list[Event]]:
         kind = self._random.random()

@@ -93,7 +93,7 @@ class CoreMachine(RuleBasedStateMachine):
     def begin(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.folder = Path(tempfile.mkdtemp(prefix="core-"))
-        self.worker = StoryWorker(seed, foreign=self.foreign, packed=True)
+        self.worker = self.new_worker(seed)
         self.link_id = b"a" * 16
         self.sinks: tuple[SinkConfig, ...] = (PLAIN, MERGED, REBASED, STORE)
         self.followers: dict[str, Follower] = {}
@@ -101,6 +101,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.damaged = False
         self.core: Core | None = None
         self.open()
+
+    def new_worker(self, seed: int) -> StoryWorker:
+        return StoryWorker(seed, foreign=self.foreign, packed=True, grouped=self.foreign)
 
     def open(self) -> None:
         names = tuple(sink.name for sink in self.sinks)
@@ -227,7 +230,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.core is not None
         self.send(self.core.end())
         self.core.close()
-        self.worker = StoryWorker(self.random.randrange(2**32), foreign=self.foreign, packed=True)
+        self.worker = self.new_worker(self.random.randrange(2**32))
         self.link_id = self.random.randbytes(16)
         self.open()
 
