@@ -19,7 +19,7 @@ __all__ = ["NAME", "main", "measure"]
 
 NAME = "memory"
 PEER = "sglang-rust"
-DEVICE_TOKENS = {64: 1_800_000, 1: 400_000}
+DEVICE_TOKENS = {64: 1_400_000, 1: 300_000}
 """By page size."""
 HOST_RATIO = 2
 REACH = at_most(0.4)

@@ -36,7 +36,7 @@ __all__ = ["NAME", "main", "measure"]
 NAME = "replays"
 RETAINED, EVENTS, LIVE_PER_S, ROUNDS = 10_000, 8, 1000, 2
 BEFORE_S, SLOW_HIGH_WATER = 0.3, 100
-ASKS, PEER_ASKS, REST_S, PATIENCE_MS = 40, 10, 0.06, 5000
+ASKS, PEER_ASKS, REST_S, PATIENCE_MS = 30, 8, 0.06, 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class Case:
 CASES = {
     "1": Case(1, live_s=1.0),
     "2": Case(2, live_s=1.4),
-    "4": Case(4, live_s=2.0),
-    "slow": Case(3, 1, live_s=2.0),
+    "4": Case(4, live_s=1.8),
+    "slow": Case(3, 1, live_s=1.8),
 }
-OF_PEERS = ("1", "2")
+OF_PEERS = {"sglang": ("1", "2"), "vllm": ("1",)}
 ELSEWHERE = ("nice", "-n", "19")
 
 
@@ -82,7 +82,7 @@ class Round:
 
 
 def one_round(peer: PeerProcess, retained: int) -> Round:
-    cases = CASES if peer.name == OURS else {name: CASES[name] for name in OF_PEERS}
+    cases = {name: CASES[name] for name in OF_PEERS.get(peer.name, CASES)}
     live = sum(int(LIVE_PER_S * case.live_s) for case in cases.values())
     with open_wire(peer, replay_batches=retained + live) as wire:
         peer.ask("prepare", batches=retained, events=EVENTS, blocks=1)
