@@ -34,7 +34,7 @@ __all__ = ["NAME", "main", "measure", "ratios"]
 
 NAME = "requests"
 DEVICE_TOKENS, ROUNDS = 400_000, 3
-PAGES = {64: 180, 16: 30, 1: 15}
+PAGES = {64: 240, 16: 40, 1: 20}
 """Page size, and how many requests of the trace: few where a peer takes 64,000 µs for one."""
 REACHES = {"sglang-python": 0.1, "sglang-rust": 0.25, "vllm": 0.06}
 SLOW = "vllm"
