@@ -5,14 +5,15 @@ ARG PYTHON_IMAGE=python:3.13-slim-trixie
 
 FROM ${PYTHON_IMAGE} AS build
 ARG SOURCE_DATE_EPOCH=0
-# Builds of torch for the CPU: 2.13.0+cpu goes before 2.13.0 of PyPI, which brings CUDA along.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Builds of torch for the CPU: 2.13.0+cpu goes before 2.13.0 of PyPI, which brings CUDA along. A page of links to
+# wheels, or a folder of them.
+ARG TORCH_LINKS=https://download.pytorch.org/whl/cpu/torch/
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
 COPY constraints.txt ./
 RUN pip install --constraint constraints.txt setuptools \
     && python -m venv --without-pip /opt/kvevents \
-    && pip --python /opt/kvevents/bin/python install --constraint constraints.txt --extra-index-url "${TORCH_INDEX}" torch
+    && pip --python /opt/kvevents/bin/python install --constraint constraints.txt --find-links "${TORCH_LINKS}" torch
 COPY pyproject.toml README.md LICENSE ./
 COPY kvevents kvevents
 COPY publisher publisher

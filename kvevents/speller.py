@@ -64,7 +64,8 @@ class Speller:
         self._hash = _HASH_FORMS[dialect.hash_form]
         self._event = _EVENT_FORMS[dialect.event_form]
         named = dialect.event_form == "array" and "lora_name" in dialect.namespaces
-        self._column_forms = _COLUMN_FORMS["named array" if named else dialect.event_form]
+        forms = _PLAIN_FORMS["named array" if named else dialect.event_form]
+        self._plain_stored, self._plain_removed = forms
         self._ours = (
             dialect.event_form == "map"
             and dialect.hash_form == "i64"
@@ -123,7 +124,7 @@ class Speller:
     def _spell_columns(self, columns: Columns) -> list[Any]:
         """The same for a batch in columns, of which no event is made."""
         form, size, text = self._hash, columns.block_size, self._medium[columns.medium]
-        stored, removed = self._column_forms
+        stored, removed = self._plain_stored, self._plain_removed
         names = columns.hashes if form is int else list(map(form, columns.hashes))
         ids = TokenIds(columns.packed).tolist()
         told: list[Any] = []
@@ -157,26 +158,13 @@ class Speller:
     def _map(self, event: Event) -> Any:
         match event:
             case BlockStored():
-                told: dict[str, Any] = {
-                    "type": "BlockStored",
-                    "block_hashes": self._hashes(event),
-                    "parent_block_hash": self._parent(event),
-                    "token_ids": _ids(event),
-                    "block_size": event.block_size,
-                    "lora_id": event.lora_id,
-                    "medium": self._text(event),
-                    "lora_name": event.lora_name,
-                }
+                told: dict[str, Any] = self._stored(event)
                 for name in _OPTIONAL:
                     if (value := getattr(event, name)) is not None:
                         told[name] = value
                 return told
             case BlockRemoved():
-                removed = {
-                    "type": "BlockRemoved",
-                    "block_hashes": self._hashes(event),
-                    "medium": self._text(event),
-                }
+                removed: dict[str, Any] = self._removed(event)
                 return removed if event.group_idx is None else removed | _group(event)
             case AllBlocksCleared():
                 return event
@@ -184,38 +172,37 @@ class Speller:
     def _vllm(self, event: Event) -> Any:
         if not isinstance(event, BlockStored):
             return self._map(event)
-        return _VllmStored(
-            self._hashes(event),
-            self._parent(event),
-            _ids(event),
-            event.block_size,
-            event.lora_id,
-            self._text(event),
-            event.lora_name,
-            _vllm_keys(event) if event.extra_keys is None else event.extra_keys,
-            event.group_idx,
-            event.kv_cache_spec_kind,
-            session_id=event.session_id,
-        )
+        told: _VllmStored = self._stored(event)
+        keys = event.extra_keys
+        told.extra_keys = _vllm_keys(event) if keys is None else keys
+        told.group_idx = event.group_idx
+        told.kv_cache_spec_kind = event.kv_cache_spec_kind
+        told.session_id = event.session_id
+        return told
 
     def _array(self, event: Event) -> Any:
         match event:
             case BlockStored():
-                slots = (
-                    "BlockStored",
-                    self._hashes(event),
-                    self._parent(event),
-                    _ids(event),
-                    event.block_size,
-                    event.lora_id,
-                    self._text(event),
-                )
-                named = "lora_name" in self._dialect.namespaces
-                return (*slots, event.lora_name) if named else slots
+                return self._stored(event)
             case BlockRemoved():
-                return ("BlockRemoved", self._hashes(event), self._text(event))
+                return self._removed(event)
             case AllBlocksCleared():
                 return ("AllBlocksCleared",)
+
+    def _stored(self, event: BlockStored) -> Any:
+        """What every store says."""
+        return self._plain_stored(
+            self._hashes(event),
+            self._parent(event),
+            _ids(event),
+            event.block_size,
+            self._text(event),
+            event.lora_id,
+            event.lora_name,
+        )
+
+    def _removed(self, event: BlockRemoved) -> Any:
+        return self._plain_removed(self._hashes(event), self._text(event))
 
 
 _OPTIONAL = (
@@ -260,16 +247,24 @@ class _VllmStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     lookahead_token_ids: list[list[int]] | None = None
 
 
-def _map_stored(names: list[Any], parent: Any, ids: list[int], size: int, text: str) -> Any:
+def _map_stored(
+    names: list[Any],
+    parent: Any,
+    ids: list[int],
+    size: int,
+    text: str,
+    lora_id: int | None = None,
+    lora_name: str | None = None,
+) -> Any:
     return {
         "type": "BlockStored",
         "block_hashes": names,
         "parent_block_hash": parent,
         "token_ids": ids,
         "block_size": size,
-        "lora_id": None,
+        "lora_id": lora_id,
         "medium": text,
-        "lora_name": None,
+        "lora_name": lora_name,
     }
 
 
@@ -277,23 +272,47 @@ def _map_removed(names: list[Any], text: str) -> Any:
     return {"type": "BlockRemoved", "block_hashes": names, "medium": text}
 
 
-def _vllm_stored(names: list[Any], parent: Any, ids: list[int], size: int, text: str) -> Any:
-    return _VllmStored(names, parent, ids, size, None, text, None)
+def _vllm_stored(
+    names: list[Any],
+    parent: Any,
+    ids: list[int],
+    size: int,
+    text: str,
+    lora_id: int | None = None,
+    lora_name: str | None = None,
+) -> Any:
+    return _VllmStored(names, parent, ids, size, lora_id, text, lora_name)
 
 
-def _array_stored(names: list[Any], parent: Any, ids: list[int], size: int, text: str) -> Any:
-    return ("BlockStored", names, parent, ids, size, None, text)
+def _array_stored(
+    names: list[Any],
+    parent: Any,
+    ids: list[int],
+    size: int,
+    text: str,
+    lora_id: int | None = None,
+    _lora_name: str | None = None,
+) -> Any:
+    return ("BlockStored", names, parent, ids, size, lora_id, text)
 
 
-def _named_array_stored(names: list[Any], parent: Any, ids: list[int], size: int, text: str) -> Any:
-    return ("BlockStored", names, parent, ids, size, None, text, None)
+def _named_array_stored(
+    names: list[Any],
+    parent: Any,
+    ids: list[int],
+    size: int,
+    text: str,
+    lora_id: int | None = None,
+    lora_name: str | None = None,
+) -> Any:
+    return ("BlockStored", names, parent, ids, size, lora_id, text, lora_name)
 
 
 def _array_removed(names: list[Any], text: str) -> Any:
     return ("BlockRemoved", names, text)
 
 
-_COLUMN_FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+_PLAIN_FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "map": (_map_stored, _map_removed),
     "vllm": (_vllm_stored, _map_removed),
     "array": (_array_stored, _array_removed),

@@ -1,29 +1,24 @@
 """The processes of a run behind a real router: engines with their sidecars, and the router.
 
-Each ends with this process, however that ends. As a program: it becomes the command it is given, to end
-when its parent does.
+Each ends with this process, however that ends.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from random import SystemRandom
 from typing import Self
 
 import msgspec
 
 from publisher.config.sidecar_config import ConfigError
+from publisher.demo.tied import free_ports, tied
 
 __all__ = ["ENGINE", "Engine", "Router", "SiteError", "find_router"]
 
@@ -32,7 +27,6 @@ ENGINE = Path(__file__).parents[2] / "examples" / "engine.py"
 
 MODEL = "example"
 _START_S, _END_S = 60.0, 15.0
-_PR_SET_PDEATHSIG = 1
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _DECISION = re.compile(r"KV prefix decision .*credited_prefix_tokens=([\d.]+)")
 
@@ -53,7 +47,7 @@ class _Process:
         with self._log.open("ab") as log:
             self._seen = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "publisher.demo.site", *self._command],
+                tied(self._command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -115,7 +109,7 @@ class Engine(_Process):
     def __init__(
         self, folder: Path, number: int, page_size: int, device_pages: int, host_pages: int
     ) -> None:
-        http, *ports = _free_ports(3)
+        http, *ports = free_ports(3)
         self.name, self.url = f"worker{number}", f"http://127.0.0.1:{http}"
         self.endpoint, self.replay_endpoint = (f"tcp://127.0.0.1:{port}" for port in ports)
         folder.mkdir()
@@ -152,7 +146,7 @@ class Router(_Process):
     def __init__(
         self, program: str, policy: str, engines: Sequence[Engine], page_size: int, folder: Path
     ) -> None:
-        port, prometheus = _free_ports(2)
+        port, prometheus = free_ports(2)
         self.url = f"http://127.0.0.1:{port}"
         command = [program, "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus)]
@@ -187,28 +181,7 @@ def find_router(program: str) -> str:
     return found
 
 
-def _free_ports(count: int) -> list[int]:
-    """From below those that the kernel gives to connections: an engine's stay free while it restarts."""
-    found: list[int] = []
-    for port in SystemRandom().sample(range(10_000, 32_000), 1000):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
-        if len(found) == count:
-            break
-    return found
-
-
 def _environment() -> dict[str, str]:
     """Ours without proxies: all is on loopback. The router is told to say what it decides."""
     kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     return {**kept, "NO_PROXY": "*", "NO_COLOR": "1", "RUST_LOG": "info,vllm_router_rs=debug"}
-
-
-def main() -> None:
-    """Become the command, to end when the parent does."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.execvp(sys.argv[1], sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()

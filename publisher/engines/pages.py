@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from hicache.pool import HostPool
 from hicache.storage import FileStorage, PageFormat, StoredPage
 from kvevents.events import BlockRemoved, BlockStored, Event, StorageMedium
 from kvevents.hashing import BlockHash, wire_hash
+from kvevents.merge import merge_events
 from kvevents.namespace import BASE, Namespace
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds
 from publisher.engines.disk import MEETING, KnownBlock, Meeting
@@ -150,7 +150,7 @@ class ToldPages:
                 if block is not None:
                     events.append(self._stored(block_hash, block.parent, page))
             self._coming = set()
-            self._meeting.tell(_joined(events))
+            self._meeting.tell(merge_events(events))
         return stored
 
     def clear(self) -> None:
@@ -177,7 +177,7 @@ class ToldPages:
                     parent = None if page.parent is None else wire_hash(page.parent, None)
                     events.append(self._stored(wire_hash(page.key, None), parent, page))
             for start in range(0, len(events), _TOLD_BLOCKS):
-                self._meeting.tell(_joined(events[start : start + _TOLD_BLOCKS]))
+                self._meeting.tell(merge_events(events[start : start + _TOLD_BLOCKS]))
 
     def _tell_lost(self) -> None:
         with self._telling:
@@ -225,33 +225,3 @@ def _result(future: Future[int]) -> int:
         return future.result()
     except CancelledError:
         return 0
-
-
-def _joined(events: Iterable[Event]) -> list[Event]:
-    """Stores that follow each other as one: each is of one block."""
-    runs: list[list[BlockStored]] = []
-    found = [event for event in events if isinstance(event, BlockStored)]
-    for before, event in pairwise([None, *found]):
-        assert event is not None
-        if before is not None and event.parent_block_hash == before.block_hashes[0]:
-            runs[-1].append(event)
-        else:
-            runs.append([event])
-    return [_run(run) for run in runs]
-
-
-def _run(run: list[BlockStored]) -> BlockStored:
-    first = run[0]
-    tokens = b"".join(event.token_ids.packed for event in run)  # type: ignore[attr-defined]
-    return BlockStored(
-        [event.block_hashes[0] for event in run],
-        first.parent_block_hash,
-        TokenIds(TokenBytes(tokens)),
-        first.block_size,
-        None,
-        first.medium,
-        first.lora_name,
-        first.cache_salt,
-        None,
-        first.extra_key,
-    )

@@ -161,9 +161,7 @@ class EngineSidecar:
             pusher = threading.Thread(
                 target=self._push, args=(client,), name="kvevents-push", daemon=True
             )
-            with contextlib.suppress(
-                RuntimeError
-            ):  # no thread to be had: the next batch tries again
+            with contextlib.suppress(RuntimeError):  # no more threads: the next batch tries again
                 pusher.start()
                 self._pushing = True
 
@@ -221,22 +219,20 @@ class EngineSidecar:
     def _begin_by(self, events: Sequence[Event]) -> None:
         for event in events:
             if type(event) is BlockStored:
-                worker = self._worker(event.block_size)
+                self._try_later(self._worker(event.block_size), 0.0)
                 self._begun = True
-                threading.Thread(
-                    target=self._keep_trying, args=(worker, 0.0), name="kvevents-start", daemon=True
-                ).start()
                 return
 
     def _begin(self, worker: WorkerInfo) -> None:
         self._begun = True
         if not self._try(worker):
-            threading.Thread(
-                target=self._keep_trying,
-                args=(worker, _FIRST_PAUSE_S),
-                name="kvevents-start",
-                daemon=True,
-            ).start()
+            self._try_later(worker, _FIRST_PAUSE_S)
+
+    def _try_later(self, worker: WorkerInfo, pause_s: float) -> None:
+        trying = threading.Thread(
+            target=self._keep_trying, args=(worker, pause_s), name="kvevents-start", daemon=True
+        )
+        trying.start()
 
     def _keep_trying(self, worker: WorkerInfo, pause_s: float) -> None:
         while not self._stop.wait(pause_s) and not self._try(worker):

@@ -36,6 +36,7 @@ from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds
 from publisher.link.messages import BATCH, COLUMNS, PACKED
 
 __all__ = [
+    "MAX_GROUP",
     "Unpacked",
     "head_of",
     "load_columns",
@@ -48,7 +49,8 @@ __all__ = [
 
 _LITTLE = sys.byteorder == "little"
 _MAX_RANK, _MIN_INT, _MAX_INT = 2**31 - 1, -(2**63), 2**63 - 1
-_MAX_GROUP = 2**31 - 1
+MAX_GROUP = 2**31 - 1
+"""Of KV cache groups, the highest number there is."""
 _FIRST_OPTIONAL = BlockStored.__struct_fields__.index("lora_name")
 _NONE = (None,) * (len(BlockStored.__struct_fields__) - _FIRST_OPTIONAL)
 _INTS = {int}
@@ -211,7 +213,7 @@ def _says_group(event: BlockStored, count: int) -> bool:
     said = (None, None, None, None, keys, group, None, None)
     return (
         type(group) is int
-        and 0 <= group <= _MAX_GROUP
+        and 0 <= group <= MAX_GROUP
         and event.lora_id is None
         and astuple(event)[_FIRST_OPTIONAL:] == said
         and (keys is None or (type(keys) is list and keys.count(None) == len(keys) == count))

@@ -43,12 +43,12 @@ from kvevents.merge import merge_events
 from kvevents.namespace import Namespace
 from kvevents.pieces import piece_of, runs_of
 from kvevents.tokens import TOKEN_BYTES, pack_tokens
+from publisher.link.packed import MAX_GROUP
 
 __all__ = ["ForeignCounts", "ForeignState"]
 
 _FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
 _LOCAL = (None, "LOCAL")
-_MAX_GROUP = 2**31 - 1
 _BITS = {medium: 1 << position for position, medium in enumerate(StorageMedium)}
 
 
@@ -236,10 +236,12 @@ class ForeignState:
                 continue
             match event:
                 case BlockStored():
-                    told += self._choose_group(event)
-                    told += self._store(event) if self._is_main(event) else ()
+                    told += self._choose_group(event.group_idx, event.kv_cache_spec_kind)
+                    if self._is_main(event.group_idx, len(event.block_hashes)):
+                        told += self._store(event)
                 case BlockRemoved():
-                    told += self._remove(event) if self._is_main(event) else ()
+                    if self._is_main(event.group_idx, len(event.block_hashes)):
+                        told += self._remove(event)
                 case AllBlocksCleared():
                     self._index.clear()
                     self.groups = Groups(self.groups.main)
@@ -255,19 +257,16 @@ class ForeignState:
 
     def _takes(self, columns: Columns, group: int) -> bool:
         """Whether these are of the main group; counted if not. Their kind is not known."""
-        if group == 0 and self.groups == Groups() and max(columns.counts) > 0:
-            self.groups = Groups(guessed=True)
-        if group == (self.groups.main or 0):
-            return True
-        self.counts.other_groups += len(columns.hashes)
-        return False
+        if max(columns.counts) > 0:
+            self._choose_group(group, None)
+        return self._is_main(group, len(columns.hashes))
 
-    def _choose_group(self, event: BlockStored) -> list[Event]:
-        """See whether it is of the main group, and forget what came of another in its place."""
-        group, known = event.group_idx, self.groups
+    def _choose_group(self, group: int | None, kind: str | None) -> list[Event]:
+        """See whether a store's is the main group, and forget what came of another in its place."""
+        known = self.groups
         if known.main is not None or group is None:
             return []
-        if event.kv_cache_spec_kind in _FULL_ATTENTION and 0 <= group <= _MAX_GROUP:
+        if kind in _FULL_ATTENTION and 0 <= group <= MAX_GROUP:
             self.groups = Groups(group)
             if group != 0 and known.guessed:
                 self._index.clear()
@@ -276,12 +275,11 @@ class ForeignState:
             self.groups = Groups(guessed=True)
         return []
 
-    def _is_main(self, event: BlockStored | BlockRemoved) -> bool:
-        """Whether it is of the main group; counted if not."""
-        group = event.group_idx
+    def _is_main(self, group: int | None, num_blocks: int) -> bool:
+        """Whether it is the main group; what these blocks are counted for if not."""
         if group is None or group == (self.groups.main or 0):
             return True
-        self.counts.other_groups += len(event.block_hashes)
+        self.counts.other_groups += num_blocks
         return False
 
     # ---------------------------------------------------------------------------------- stores
