@@ -21,8 +21,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator
 from dataclasses import dataclass
-from queue import Empty, Full, Queue
-from threading import Event
+from queue import Empty, Queue
+from threading import Event, Lock
 
 import torch
 
@@ -78,7 +78,7 @@ class Engine:
         self.model, self.worker_id = options.model, options.worker_id
         self.vocab_size, self.most_tokens = options.vocab_size, pool.num_pages * pool.page_size
         self._decoder, self._sidecar = Decoder(sizes, pool), sidecar
-        self._most_at_work, self._ending = options.max_running, False
+        self._most_at_work, self._ending, self._door = options.max_running, False, Lock()
         self._queue: Queue[Request] = Queue(options.max_waiting)
         self._starting: deque[tuple[Request, Generator[None, None, None]]] = deque()
         self._running: list[_Running] = []
@@ -87,12 +87,12 @@ class Engine:
 
     def submit(self, request: Request) -> bool:
         """Take it; False when as many wait as may, or the engine ends."""
-        if self.is_well():
-            with contextlib.suppress(Full):
+        with self._door:
+            if not (self._ending or self._queue.full()):
                 self._queue.put_nowait(request)
                 return True
-        self._counts["refused"] += 1
-        return False
+            self._counts["refused"] += 1
+            return False
 
     def is_well(self) -> bool:
         """Whether it takes requests."""
@@ -121,14 +121,13 @@ class Engine:
         while not stop.is_set():
             self._take()
             self.step()
-        self._ending = True
+        with self._door:
+            self._ending = True
         deadline = time.monotonic() + _DRAIN_S
         while (self._starting or self._running) and time.monotonic() < deadline:
             self.step()
         left = [it for it, _ in self._starting] + [it.request for it in self._running]
-        while not self._queue.empty():
-            left.append(self._queue.get_nowait())
-        for request in left:
+        for request in (*left, *self._queue.queue):
             request.answers.put(Failed("the engine ends"))
         self.cache.settle(_SETTLE_S)  # what is not on disk by then will not be there
 

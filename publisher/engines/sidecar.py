@@ -40,6 +40,8 @@ _FOR_EVER = Respawn(attempts=2**31)
 _MOST_SAID = 64
 _FULL_PAUSE_S = 0.01
 """Between looks whether a link that was full has room again."""
+_LAST_S = 1.0
+"""For what waits at the end."""
 _TOKEN_BYTES, _BLOCK_BYTES, _EVENT_BYTES = 9, 64, 1024
 """What each takes on the link at most: tokens packed and encoded, and names of the usual length."""
 
@@ -270,15 +272,29 @@ class EngineSidecar:
         return True
 
     def close(self) -> None:
-        """Have the sidecar publish what is left and end. Safe to call twice."""
+        """Have the sidecar publish what is left and end; waits at most a second for a link that is full,
+        and for a start that is under way. Safe to call twice.
+        """
         if os.getpid() != self._pid:
             return  # its parent's, whose locks are as they were at the fork
-        self._drain()
         self._stop.set()
         self._meeting.leave_publisher(self)
         with self._starting:
             if self.sidecar is not None:
+                self._hand_over_the_last(self.sidecar.client)
                 self.sidecar.close()
+
+    def _hand_over_the_last(self, client: SidecarClient) -> None:
+        deadline = time.monotonic() + _LAST_S
+        while self._queue:
+            with self._turn:
+                handed_over = self._put_all(client)
+            if not handed_over:
+                if time.monotonic() > deadline:
+                    _log.warning("%d batches are lost: the sidecar does not read", len(self._queue))
+                    self.dropped += len(self._queue)
+                    self._queue.clear()
+                time.sleep(_FULL_PAUSE_S)
 
 
 def _most_bytes(batch: KVEventBatch) -> int:

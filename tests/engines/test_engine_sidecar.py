@@ -11,10 +11,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from engines_rig import index_of, rank_of, replayed, stored, until
+import zmq
+from engines_rig import PATIENCE_S, index_of, rank_of, replayed, stored, until
 from ports_rig import free_port
 
-from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
+from kvevents import (
+    AllBlocksCleared,
+    BlockIndex,
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+    decode_batch,
+)
+from kvevents.events import Event
 
 pytestmark = pytest.mark.integration
 
@@ -118,6 +127,60 @@ def test_what_the_queue_has_no_room_for_is_cleared(tmp_path: Path) -> None:
         left = {one for start in (240, 160, 80) for one in stored(first - start, 20).block_hashes}
         until(lambda: set(index_of(tmp_path).resident[StorageMedium.GPU]) == left)
         assert replayed(tmp_path).count(AllBlocksCleared()) > 1
+
+
+def test_what_waits_at_the_end_is_handed_over(tmp_path: Path) -> None:
+    """By a sidecar that reads again in time."""
+    events = [stored(first, 20) for first in range(0, 16_000, 80)]
+    with (
+        rank_of(tmp_path, ring_bytes=1 << 16) as rank,
+        zmq.Context[zmq.Socket[bytes]]() as context,
+        context.socket(zmq.SUB) as router,
+    ):
+        assert rank.sidecar is not None
+        router.setsockopt(zmq.RCVTIMEO, 1000 * int(PATIENCE_S))
+        router.subscribe(b"")
+        router.connect(f"ipc://{tmp_path}/pub")
+        while not router.poll(10):
+            rank.publish(1.0, [events[0]], None)
+        pid = rank.sidecar.pid
+        os.kill(pid, signal.SIGSTOP)
+        for event in events[1:]:
+            rank.publish(1.0, [event], None)
+        assert rank._queue
+        reads_again = threading.Timer(0.2, os.kill, (pid, signal.SIGCONT))
+        reads_again.start()
+        rank.close()
+        assert not rank._queue
+        assert rank.dropped == 0
+        index = BlockIndex()
+        while AllBlocksCleared() not in (told := _received(router)):
+            index.apply(told)
+        assert set(index.resident[StorageMedium.GPU]) == {
+            one for event in events for one in event.block_hashes
+        }
+
+
+def _received(router: zmq.Socket[bytes]) -> list[Event]:
+    return decode_batch(router.recv_multipart()[-1]).batch.events
+
+
+def test_a_sidecar_that_does_not_read_holds_up_nobody_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is lost is counted and said."""
+    monkeypatch.setattr("publisher.engines.sidecar._LAST_S", 0.1)
+    with rank_of(tmp_path, ring_bytes=1 << 16) as rank, caplog.at_level(logging.WARNING):
+        assert rank.sidecar is not None
+        pid = rank.sidecar.pid
+        os.kill(pid, signal.SIGSTOP)
+        for first in range(0, 16_000, 80):
+            rank.publish(1.0, [stored(first, 20)], None)
+        waiting = len(rank._queue)
+        rank.close()
+        assert not Path(f"/proc/{pid}").exists()
+    assert rank.dropped == waiting > 0
+    assert f"{waiting} batches are lost" in caplog.text
 
 
 def test_a_forked_process_publishes_nothing(tmp_path: Path) -> None:

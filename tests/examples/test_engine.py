@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from engine_rig import PAGE, Stepped, greedy
 
-from examples.completions import Held, Request
+from examples.completions import Failed, Held, Request
 from examples.engine import Engine
 from hicache import Tier
 
@@ -212,6 +214,29 @@ def test_a_request_is_refused_when_too_many_wait(tmp_path: Path) -> None:
         assert _outcomes(stepped.engine) == {"done": 2, "gone": 0, "refused": 1}
         stepped.engine._ending = True
         assert not stepped.engine.submit(Request(PROMPT, 1))
+
+
+def test_who_comes_as_the_engine_ends_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request taken in the instant in which the engine ends gets its failure; nobody waits for ever."""
+    with Stepped(tmp_path) as stepped:
+        engine, request, stop, at_it = stepped.engine, Request(PROMPT, 1), Event(), Event()
+        put = engine._queue.put_nowait
+
+        def slowly(one: Request) -> None:
+            at_it.set()
+            time.sleep(0.2)
+            put(one)
+
+        monkeypatch.setattr(engine._queue, "put_nowait", slowly)
+        client = Thread(target=engine.submit, args=(request,))
+        client.start()
+        at_it.wait()
+        stop.set()
+        engine.run(stop)
+        client.join()
+        assert isinstance(request.answers.get_nowait(), Failed)
 
 
 def _outcomes(engine: Engine) -> dict[str, float]:
