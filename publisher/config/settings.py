@@ -156,7 +156,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     sink.add_argument("--replay-endpoint", metavar="ENDPOINT", help="where to bind it, or none")
     sink.add_argument("--topic", metavar="TEMPLATE", help="e.g. kv@{pod_ip}:8000@{model}")
-    parser.add_argument("--state-dir", metavar="DIR", help="where logs and seqs are kept")
+    parser.add_argument("--state-dir", metavar="DIR", help="where journals and seqs are kept")
     parser.add_argument(
         "--http-endpoint", metavar="http://HOST:PORT", help="metrics and health, or none"
     )

@@ -138,7 +138,7 @@ class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
 
     `linger_s`: how long it stays after its worker is gone, for subscribers to hear of it.
     `replay_timeout_s`: a replay client that takes nothing for so long is dropped. `relay`: the engine
-    to listen to; None: the worker is at the link. `state_dir`: where logs and seqs are kept; None: a
+    to listen to; None: the worker is at the link. `state_dir`: where journals and seqs are kept; None: a
     folder of the user's own among the temporary files. `persist`: what is kept there. `on_lost_state`:
     when a seq that was kept is gone or damaged, start at 0, or do not start. `http_endpoint`: where
     metrics and health are served, rank N at the port plus N; None: nowhere.
