@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/installed
 unexport PYTHONDONTWRITEBYTECODE
 
 TESTS := test-publisher test-tools test-cache test-stream
-.PHONY: demo e2e test $(TESTS) interop check format bench stress screenshots docs package clean
+.PHONY: demo e2e test $(TESTS) interop deploy-check check format bench stress screenshots docs package clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvevents demo
@@ -43,6 +43,13 @@ interop: $(INSTALLED)
 	rm -f .pytest_cache/conformance.jsonl && mkdir -p .pytest_cache
 	KVEVENTS_CONFORMANCE=.pytest_cache/conformance.jsonl $(BIN)/pytest -o cache_dir=.pytest_cache/interop -rs tests/interop
 	$(BIN)/python tests/interop/conformance.py .pytest_cache/conformance.jsonl
+
+# Images, manifests and alerts beside the tools that know such files, below KVEVENTS_INTEROP_HOME; those that cannot be
+# had are skipped. (docker compose and kubectl are asked where they are installed.)
+DEPLOY = $${KVEVENTS_INTEROP_HOME:-$$HOME/.cache/kvevents-interop}/deploy
+deploy-check: $(INSTALLED)
+	tests/deploy/install.sh || true
+	PATH="$$PATH:$(DEPLOY)/bin" $(BIN)/pytest -o cache_dir=.pytest_cache/deploy -rs tests/deploy
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -76,8 +76,17 @@ def check_compose(words: list[str]) -> None:
 
 
 def test_a_kustomization_of_ones_own_names_what_is_there() -> None:
-    """Its base is a folder beside it, and the images are those of the base."""
-    (mine,) = (yaml_of(block) for block in blocks("yaml"))
+    """Its base is a folder beside it, the images are those of the base, and so is what it patches."""
+    mine, more = (yaml_of(block) for block in blocks("yaml"))
+    (patch,) = more["patches"]
+    patched, of_base = yaml_of(patch["patch"]), yaml_of(DOCKER / "kubernetes/base/statefulset.yaml")
+    assert patch["target"] == {"kind": of_base["kind"], "name": of_base["metadata"]["name"]}
+    assert patched["metadata"]["name"] == of_base["metadata"]["name"]
+    names = [
+        [one["name"] for one in found["spec"]["template"]["spec"]["containers"]]
+        for found in (patched, of_base)
+    ]
+    assert names[0] == names[1]
     base = REPOSITORY / "mine" / mine["resources"][0] / "kustomization.yaml"
     known = {one["name"] for one in yaml_of(base.resolve())["images"]}
     assert {one["name"] for one in mine["images"]} == known

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from deploy_rig import (
     DOCKER,
@@ -48,7 +50,9 @@ def built(overlay: str) -> list[Any]:
     return documents(output_of("kubectl", "kustomize", KUBERNETES / overlay))
 
 
-@pytest.mark.parametrize("config", sorted(KUBERNETES.glob("*/sidecar.toml")), ids=str)
+@pytest.mark.parametrize(
+    "config", [BASE / "sidecar.toml", KUBERNETES / "llm-d/sidecar.toml"], ids=str
+)
 def test_the_sidecars_command_and_file_are_what_serve_takes(config: Path) -> None:
     """And its ports are those with names, its folders those that are mounted."""
     settings = serve_settings(SIDECAR["args"], config)
@@ -72,6 +76,29 @@ def test_worker_and_sidecar_meet() -> None:
     for container in (SIDECAR, ENGINE):
         assert "runAsUser" not in container["securityContext"]
     assert ports(ENGINE) == {"http": options.port}
+
+
+def test_the_relay_listens_where_the_engine_publishes() -> None:
+    """Of an engine that is as it was: its addresses, its block size and its name for the model; the
+    sidecar's own ports are those of the base, and nothing is left of the link.
+    """
+    pod = yaml_of(KUBERNETES / "relay/statefulset.yaml")["spec"]["template"]["spec"]
+    (sidecar,) = pod["initContainers"]
+    (engine,) = (one for one in pod["containers"] if "name" in one)
+    settings = serve_settings(sidecar["args"], KUBERNETES / "relay/sidecar.toml")
+    plain = serve_settings(SIDECAR["args"], BASE / "sidecar.toml").config
+    relay, told = settings.config.relay, json.loads(engine["args"][-1])
+    assert relay is not None and settings.link is None
+    assert msgspec.structs.replace(settings.config, relay=None) == plain
+    assert relay.endpoint == told["endpoint"].replace("*", "127.0.0.1")
+    assert relay.replay_endpoint == told["replay_endpoint"].replace("*", "127.0.0.1")
+    assert set(told) == {"enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint"}
+    words = dict(pairwise(engine["args"]))
+    assert int(words["--block-size"]) == relay.worker.block_size
+    assert engine["args"][0] == relay.worker.model
+    assert ports(engine) == {"http": int(words["--port"])} == ports(ENGINE)
+    gone = {one["name"] for one in pod["volumes"] if one.get("$patch") == "delete"}
+    assert gone == {one["name"] for one in POD["volumes"]} - {"state", "config"}
 
 
 def test_the_sidecar_is_a_native_one_that_waits_for_nobody() -> None:
@@ -178,7 +205,8 @@ def test_kubernetes_takes_what_kustomize_makes(overlay: str, tmp_path: Path) -> 
             *one["spec"]["template"]["spec"]["containers"],
         )
     }
-    assert images == {"kvevents-sidecar:0.1.0", "kvevents-engine:0.1.0"}
+    engine = "vllm/vllm-openai:v0.33.0" if overlay == "relay" else "kvevents-engine:0.1.0"
+    assert images == {"kvevents-sidecar:0.1.0", engine}
     commands("kubernetes-validate")
     for number, one in enumerate(made):
         if not one["apiVersion"].startswith("monitoring.coreos.com/"):

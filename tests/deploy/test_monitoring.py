@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from deploy_rig import DOCKER, commands, get, output_of, running_sidecar, yaml_of
@@ -105,6 +106,26 @@ def test_promtool_takes_and_tests_the_rules() -> None:
     commands("promtool")
     output_of("promtool", "check", "config", MONITORING / "prometheus.yml")
     output_of("promtool", "test", "rules", MONITORING / "alerts_test.yaml")
+
+
+def test_promtool_takes_the_job_for_a_cluster(tmp_path: Path) -> None:
+    """Under the name that the alerts look for, of the port that is scraped; but for the discovery, which
+    Debian's promtool is built without.
+    """
+    config = yaml_of(MONITORING / "prometheus-kubernetes.yml")
+    (job,) = config["scrape_configs"]
+    assert (
+        job["job_name"] == yaml_of(MONITORING / "prometheus.yml")["scrape_configs"][0]["job_name"]
+    )
+    assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
+    monitor = yaml_of(DOCKER / "kubernetes/monitoring/podmonitor.yaml")
+    (scraped,) = monitor["spec"]["podMetricsEndpoints"]
+    kept = [one["regex"] for one in job["relabel_configs"] if one.get("action") == "keep"]
+    assert kept == [scraped["port"]]
+    commands("promtool")
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+    (tmp_path / "alerts.yaml").write_text((MONITORING / "alerts.yaml").read_text())
+    output_of("promtool", "check", "config", tmp_path / "prometheus.yml")
 
 
 def test_panels_do_not_lie_on_each_other() -> None:
