@@ -28,7 +28,7 @@ _text: contextvars.ContextVar[str | None] = contextvars.ContextVar("kv_events_co
 def register() -> None:
     """The entry point of `sglang.srt.plugins`. Never raises; the same however often it is called."""
     try:
-        from sglang.srt.disaggregation.kv_events import (  # type: ignore[import-not-found]
+        from sglang.srt.disaggregation.kv_events import (
             EventPublisherFactory,
         )
 
@@ -41,7 +41,7 @@ def register() -> None:
         )
         return
     try:
-        from sglang.srt.plugins.hook_registry import (  # type: ignore[import-not-found]
+        from sglang.srt.plugins.hook_registry import (
             HookRegistry,
             HookType,
         )
@@ -120,10 +120,10 @@ def _of_the_engine() -> dict[str, Any]:
     """What SGLang's configuration says, as far as it is where it was."""
     found: dict[str, Any] = {}
     with _as_far_as_known():
-        from sglang.srt.arg_groups.overrides import (  # type: ignore[import-not-found]
+        from sglang.srt.arg_groups.overrides import (
             kv_event_block_size_of,
         )
-        from sglang.srt.runtime_context import get_server_args  # type: ignore[import-not-found]
+        from sglang.srt.runtime_context import get_server_args
 
         found["block_size"] = _count(kv_event_block_size_of(get_server_args()))
     with _as_far_as_known():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import (  # type: ignore[import-not-found]
+from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     PoolName,
     PoolTransferResult,

@@ -27,7 +27,7 @@ def register() -> None:
             _log.warning("%s: %r is neither 1 nor 0; vLLM publishes itself", SWITCH, switch)
         return
     try:
-        from vllm.distributed.kv_events import (  # type: ignore[import-not-found]
+        from vllm.distributed.kv_events import (
             EventPublisherFactory,
         )
 
@@ -62,7 +62,7 @@ class SidecarPublisher:
         """Where this rank's first sink is, as a KVEventsConfig of vLLM's; None while that is not known: a
         port that is still to be chosen, as before the first block is stored.
         """
-        from vllm.config.kv_events import KVEventsConfig  # type: ignore[import-not-found]
+        from vllm.config.kv_events import KVEventsConfig
 
         sidecar = self._sidecar
         sink, rank = sidecar.told.config.sinks[0], sidecar.dp_rank
@@ -101,6 +101,6 @@ def _as_told(told: str, bound: str) -> str:
     parsed = Endpoint.parse("endpoint", bound)
     if parsed.scheme != "tcp" or not parsed.is_wildcard:
         return bound
-    from vllm.utils.network_utils import get_ip, get_tcp_uri  # type: ignore[import-not-found]
+    from vllm.utils.network_utils import get_ip, get_tcp_uri
 
     return str(get_tcp_uri(get_ip(), parsed.port))

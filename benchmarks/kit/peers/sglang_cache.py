@@ -196,7 +196,7 @@ class SGLangCache(CachePeer):
 
     def take_events(self) -> Sequence[Any]:
         at = now()
-        events = self._take()
+        events: Sequence[Any] = self._take()
         self._lap("take", at)
         return events
 
