@@ -12,9 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROWS = json.loads((ROOT / "benchmarks/results/latest.json").read_text())
 OF_WORK = {
-    **{"busy_loop": ("P1", "P2"), "pace": ("P3",), "flood": ("P4",), "replays": ("P5",)},
-    **{"late_join": ("P6",), "requests": ("P7",), "tiers": ("P8",), "memory": ("P9",)},
-    **{"growth": ("P10",), "block_index": ("P11",), "storage": ("P12",)},
+    "busy_loop": ("P1", "P2"),
+    "pace": ("P3",),
+    "flood": ("P4",),
+    "replays": ("P5",),
+    "late_join": ("P6",),
+    "requests": ("P7",),
+    "tiers": ("P8",),
+    "memory": ("P9",),
+    "growth": ("P10",),
+    "block_index": ("P11",),
+    "storage": ("P12",),
 }
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
 _NAMED = re.compile(r"`(\w+)`")
