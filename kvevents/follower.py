@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvevents.errors import KVEventsError
-from kvevents.frames import JOIN, End, parse_live, parse_replay_answer
+from kvevents.frames import JOIN, End, answered_topic, parse_live, parse_replay_answer
 from kvevents.gaps import MAX_HELD_BYTES, Action, Ask, Deliver, Gap, GapTracker, Lost, Restarted
 from kvevents.message import Channel, Message
 
@@ -183,10 +183,9 @@ class Follower:
             return [Malformed(message, str(error)), *self._act(self._tracker.failed())]
         if isinstance(answer, End):
             return self._act(self._tracker.end())
-        if answer.topic and not answer.topic.startswith(self._topic):
-            reason = (
-                f"replay answer: its topic is {_shown(answer.topic)}, not {_shown(self._topic)}"
-            )
+        topic = answered_topic(message.frames)
+        if topic is not None and not topic.startswith(self._topic):
+            reason = f"replay answer: its topic is {_shown(topic)}, not {_shown(self._topic)}"
             return [Malformed(message, reason), *self._act(self._tracker.failed())]
         payload = _Payload(answer.payload, answer.topic, message.at_ns)
         clears = _CLEARS in answer.payload

@@ -15,6 +15,7 @@ __all__ = [
     "End",
     "Frame",
     "ReplayRequest",
+    "answered_topic",
     "live_frames",
     "parse_live",
     "parse_replay_answer",
@@ -132,6 +133,11 @@ def parse_replay_answer(frames: Sequence[bytes]) -> Frame | End:
     if seq == _END_SEQ or not payload:
         return END
     return Frame(topic, _batch_seq(seq), payload)
+
+
+def answered_topic(frames: Sequence[bytes]) -> bytes | None:
+    """The topic that a replay answer names, with the delimiter or without it; None: it names none."""
+    return frames[1] if len(frames) == 4 else frames[0] or None
 
 
 def _batch_seq(raw: bytes) -> int:

@@ -5,6 +5,7 @@ One thread: sockets are made, used and closed by the thread that calls.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -32,6 +33,8 @@ _REPLAY_HWM = 100_000
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+_RETRIED = int(zmq.EVENT_CONNECT_RETRIED)
+_FIRST_REDIAL_S, _LONGEST_REDIAL_S = 1.0, 30.0
 
 Socket = zmq.Socket[bytes]
 
@@ -43,7 +46,8 @@ class Listener(Closing):
     nothing comes for `replay_timeout_s` is asked for again, `attempts` times in all, then given up, and
     the state asked for anew, ever later. `topic` is a prefix. `hwm`: messages that may wait for us;
     what does not fit is lost to us alone; 0: any number. Whoever sends a frame of more than `max_frame`
-    bytes is disconnected for good. `server_key`, `client_keys`: see `Subscriber`. `keys`: what an error
+    bytes is disconnected for good; who is no publisher, or lets us not in, is tried again, ever later.
+    `server_key`, `client_keys`: see `Subscriber`. `keys`: what an error
     calls the two endpoints. Raises ConfigError for an endpoint that cannot be connected to, and for keys
     that are none. Of a replay 100,000 messages may wait, at least.
     """
@@ -80,6 +84,8 @@ class Listener(Closing):
         self._hwm, self._max_frame = hwm, max_frame
         self._replay_timeout_s = self._rejoin_after_s = replay_timeout_s
         self._replay_deadline = self._rejoin_at = float("inf")
+        self._redial_at, self._redial_after_s = float("inf"), _FIRST_REDIAL_S
+        """When to connect anew where libzmq does not by itself."""
         self._heard_at, self._turned_at = 0.0, float("inf")
         self._excused = False
         """Whether the replay under way was given its time anew, since we were away."""
@@ -90,7 +96,9 @@ class Listener(Closing):
         self._context = zmq.Context[Socket]()
         self._dealer: Socket | None = None
         self._sub = self._context.socket(zmq.SUB)
-        self._monitor = self._sub.get_monitor_socket(_CONNECTED | _DISCONNECTED | _REFUSED)
+        self._monitor = self._sub.get_monitor_socket(
+            _CONNECTED | _DISCONNECTED | _REFUSED | _RETRIED
+        )
         try:
             if replay_endpoint is not None:  # refuse a bad one now, not when it is first asked
                 self._dial(zmq.DEALER, replay_endpoint).close(linger=0)
@@ -109,7 +117,8 @@ class Listener(Closing):
     @property
     def wake_at(self) -> float:
         """When, by the monotonic clock, `turn` has something to do even if nothing comes."""
-        return self._rejoin_at if self._dealer is None else self._replay_deadline
+        due = self._rejoin_at if self._dealer is None else self._replay_deadline
+        return min(due, self._redial_at)
 
     @property
     def unanswered_s(self) -> float:
@@ -129,6 +138,8 @@ class Listener(Closing):
         if (dealer := self._dealer) is not None:
             self._read_replay(dealer, steps)
         self._look_at_clock(now, steps, away=away)
+        if now >= self._redial_at:
+            self._redial()
         messages = self._read(self._sub)
         self._notice_connection(steps)  # of the connection that they came on
         self._notice_pace(now, steps, away=away)
@@ -166,12 +177,27 @@ class Listener(Closing):
         """A later connection may be to another run of the publisher."""
         while self._monitor.poll(0):
             event = int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder)
+            if event == _RETRIED:
+                self._redial_at = float("inf")
+                continue
             if event & _REFUSED:
                 self._take(Channel.REFUSED, [], steps)
                 continue
+            if event == _DISCONNECTED and not self.connected:
+                self._redial_at = time.monotonic() + self._redial_after_s
+            elif event == _CONNECTED:
+                self._redial_at, self._redial_after_s = float("inf"), _FIRST_REDIAL_S
             self.connected = event == _CONNECTED
             channel = Channel.CONNECTED if self.connected else Channel.DISCONNECTED
             self._take(channel, [], steps)
+
+    def _redial(self) -> None:
+        """Connect anew: after a socket of another kind, or a refusal, libzmq gives up."""
+        self._redial_at = float("inf")
+        self._redial_after_s = min(_LONGEST_REDIAL_S, 2 * self._redial_after_s)
+        with contextlib.suppress(zmq.ZMQError):  # it may have forgotten the address
+            self._sub.disconnect(self.endpoint)
+        dial(self._sub, self._keys[0], self.endpoint, self._curve)
 
     def _notice_pace(self, now: float, steps: list[Step], *, away: bool) -> None:
         full = 0 < self._hwm <= self._unbroken

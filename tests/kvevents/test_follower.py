@@ -127,6 +127,11 @@ def test_an_answer_of_another_topic() -> None:
         told(7, replayed=True, topic=b""),
         told(8, replayed=True, topic=b"kv@a@m"),
     ]
+    (malformed,) = follower.take(answer(9, topic=b""))  # an empty one is one too
+    assert isinstance(malformed, Malformed)
+    assert malformed.reason == "replay answer: its topic is '', not 'kv@a'"
+    follower = Follower(can_replay=True, attempts=1, topic=b"kv@a")
+    of([asked(JOIN)], follower)
     (malformed,) = follower.take(answer(9, topic=b"kv@b\xff\n"))
     assert isinstance(malformed, Malformed)
     assert malformed.reason == r"replay answer: its topic is 'kv@b\\xff\n', not 'kv@a'"

@@ -117,6 +117,17 @@ class RawPublisher:
         assert self.pub.poll(int(PATIENCE_S * 1000)), "nobody subscribed"
         assert self.pub.recv()[:1] == verb
 
+    def publish_at_the_replay_endpoint(self) -> None:
+        """In the place of the socket that answers replays."""
+        self.router.close(linger=0)
+        deadline = time.monotonic() + PATIENCE_S
+        while True:  # another thread of libzmq's lets go of the port
+            try:
+                self.pub.bind(self.replay_endpoint)
+                return
+            except zmq.ZMQError:
+                assert time.monotonic() < deadline
+
     def live(self, seq: int, *events: Event, payload: bytes | None = None) -> None:
         """Publish a batch."""
         told = payload_of(*events) if payload is None else payload
@@ -128,9 +139,11 @@ class RawPublisher:
         identity, *frames = self.router.recv_multipart()
         return identity, parse_replay_request(frames).start
 
-    def answer(self, client: bytes, seq: int, *events: Event, delimited: bool = True) -> None:
+    def answer(
+        self, client: bytes, seq: int, *events: Event, delimited: bool = True, topic: bytes = b""
+    ) -> None:
         """One batch of a replay."""
-        frames = replay_answer(b"", seq, payload_of(*events), delimited=delimited)
+        frames = replay_answer(topic, seq, payload_of(*events), delimited=delimited)
         self.router.send_multipart([client, *frames])
 
     def end(self, client: bytes, *, delimited: bool = True) -> None:

@@ -287,6 +287,19 @@ def test_a_refused_key_is_said(tmp_path: Path) -> None:
     context.term()
 
 
+def test_a_publisher_in_the_place_of_another_socket_is_found() -> None:
+    """Whoever listened at its address before: libzmq gives up at a socket of another kind."""
+    with RawPublisher() as publisher:
+        endpoint = publisher.replay_endpoint
+        with Listener(endpoint) as listener:
+            listen_until(listener, lambda steps: Channel.DISCONNECTED in channels(steps))
+            publisher.publish_at_the_replay_endpoint()
+            listen_until(listener, lambda _: bool(publisher.pub.poll(0)))
+            publisher.await_subscriber()
+            publisher.live(3)
+            listen_until(listener, lambda steps: told(steps) == [3])
+
+
 def test_nonsense_costs_itself() -> None:
     """Messages of any frames are told as what they are."""
     odd: list[list[bytes]] = [

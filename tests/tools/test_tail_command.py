@@ -1244,7 +1244,7 @@ def _publish_until(done: threading.Event, topical: RawPublisher, *others: RawPub
             one.pub.send_multipart(live_frames(b"kv 1", seq, payload_of(AllBlocksCleared())))
         if others[-1].router.poll(0):
             client, _ = others[-1].request()
-            others[-1].answer(client, 100_000, AllBlocksCleared())
+            others[-1].answer(client, 100_000, AllBlocksCleared(), topic=b"kv 1")
             others[-1].end(client)
 
 
