@@ -70,7 +70,7 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     `add_dp_rank`: whether rank N of a worker adds N to ports, and _dpN to a path. None: where it binds,
     and not where it connects, for ranks have their routers in common. True: there too, as engines do.
     False: nowhere, for ranks that share no host. `topic`: the first frame of every message, see
-    publisher.topic. `buffer_steps`, `buffer_bytes`: how many batches, and bytes of payload, a replay can
+    publisher.topic. `buffer_steps`, `buffer_bytes`: how many batches, and bytes of memory, a replay can
     reach back before it starts from a snapshot. `hwm`: messages queued for one subscriber before it
     loses some. `heartbeat_s`: an idle sink publishes an empty batch this often. `coalesce_s`: batches
     of so long are merged into one. `rebase_after`: so many seqs after the state was told whole they start
@@ -213,7 +213,7 @@ class SinkConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         settle_none(self, "replay_endpoint")
 
     def _check_topic(self) -> None:
-        check_topic("topic", self.topic)
+        check_topic("topic", self.topic, of_llm_d=self.dialect == "llm-d")
         if "port" not in topic_fields(self.topic):
             return
         if self.mode == "connect":

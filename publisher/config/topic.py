@@ -30,9 +30,17 @@ _LLM_D = "kv@"
 _LLM_D_SIGNS = 2
 
 
-def check_topic(key: str, template: object) -> None:
-    """Raises ConfigError unless `template` is a topic whose fields are known."""
+def check_topic(key: str, template: object, *, of_llm_d: bool = False) -> None:
+    """Raises ConfigError unless `template` is a topic whose fields are known; `of_llm_d`: and one that
+    llm-d takes apart as it should, if it is of its form.
+    """
     _pieces(key, template)
+    text = str(template)
+    signs = text.count("@")
+    if of_llm_d and text.startswith(_LLM_D) and signs != _LLM_D_SIGNS:
+        raise ConfigError(
+            f"{key}: {shown(text)} has {signs} @, and llm-d wants {_LLM_D_SIGNS}: kv@POD@MODEL"
+        )
 
 
 def topic_fields(template: str) -> tuple[str, ...]:
@@ -47,11 +55,12 @@ def render_topic(key: str, template: str, facts: Mapping[str, str]) -> bytes:
     a topic that llm-d would split there.
     """
     parts: list[str] = []
+    of_llm_d = template.startswith(_LLM_D) and template.count("@") == _LLM_D_SIGNS
     for is_field, text in _pieces(key, template):
         value = facts.get(text, "") if is_field else text
         if not value:
             raise ConfigError(f"{key}: {{{text}}} of {shown(template)} has no value")
-        if is_field and "@" in value and template.startswith(_LLM_D):
+        if is_field and "@" in value and of_llm_d:
             where = f"{{{text}}} of {shown(template)}"
             raise ConfigError(f"{key}: {where} is {shown(value)}; llm-d splits a topic at every @")
         parts.append(value)
@@ -77,9 +86,4 @@ def _pieces(key: str, template: object) -> list[tuple[bool, str]]:
         else:
             known = ", ".join(FIELDS)
             raise ConfigError(f"{key}: {shown(field)} in {shown(text)} is not one of {known}")
-    signs = text.count("@")
-    if text.startswith(_LLM_D) and signs != _LLM_D_SIGNS:
-        raise ConfigError(
-            f"{key}: {shown(text)} has {signs} @, and llm-d wants {_LLM_D_SIGNS}: kv@POD@MODEL"
-        )
     return pieces

@@ -43,7 +43,8 @@ class RelayStats:
     """Counts since the start, of batches but for `gaps` (holes), `restarts` and `malformed` (messages).
 
     `received`: came live. `lost`: could not be had. `unanswered`: replays of which nothing came in time;
-    `given_up`: holes, or beginnings, that were passed over for that.
+    `given_up`: holes, or beginnings, that were passed over for that. `departures`: how often it was away
+    for so long that what it held was given up.
     """
 
     received: int = 0
@@ -54,6 +55,7 @@ class RelayStats:
     malformed: int = 0
     unanswered: int = 0
     given_up: int = 0
+    departures: int = 0
 
 
 class _Why(Enum):
@@ -136,7 +138,9 @@ class EngineStream:
 
     def gone(self) -> list[Step]:
         """The engine is not coming back: what it held is gone with it."""
-        return self._begin_anew()
+        steps = self._begin_anew()
+        self.stats.departures += bool(steps)
+        return steps
 
     # ---------------------------------------------------------------------------------- frames
 

@@ -18,6 +18,7 @@ import zmq
 from kvevents.events import StorageMedium
 from publisher.config.sidecar_config import ConfigError, SidecarConfig
 from publisher.sidecar.curve import Guard
+from publisher.sidecar.engine_watch import EngineWatch
 from publisher.sidecar.logs import LineHandler, Throttle
 from publisher.sidecar.relay import RelaySource
 from publisher.sidecar.replay import RETRY_S
@@ -36,8 +37,6 @@ _DRAIN_S = 2.0
 _LOOK_S = 0.1  # for a successor, while lingering
 _LONGEST_WAIT_S = 5.0  # health is that the loop turns
 _SILENCE_S = 60.0
-_ENGINE_S = 5.0
-"""How long an engine that is relayed may be away at first."""
 _STATUS_S = 0.005
 """Counts are brought up to date this often at most: it costs as much as a batch."""
 _IN = int(zmq.POLLIN)
@@ -75,16 +74,10 @@ class Loop:
         """Whether the source may have inputs that have not been taken."""
         self._resyncs_asked = 0
         self._journal_failure: str | None = None
-        self._block_size_logged = False
-        self._restarts_logged = self._unanswered_logged = self._given_up_logged = 0
         self._throttle = Throttle(_LOG_INTERVAL_S)
-        relayed = isinstance(source, RelaySource)
-        self._silence = SilenceWatch(
-            _SILENCE_S, time.monotonic(), who="engine" if relayed else "worker"
-        )
-        self._engine_due = time.monotonic() + _ENGINE_S if relayed else math.inf
-        """When to say that it is not there."""
-        self._missed_logged = 0
+        relay, now = source if isinstance(source, RelaySource) else None, time.monotonic()
+        self._silence = SilenceWatch(_SILENCE_S, now, who="worker" if relay is None else "engine")
+        self._engine = EngineWatch(relay, core.replica, now)
         self._status_at, self._status_due = 0.0, math.inf
         """When the status may be brought up to date again, and when it has to be."""
         self._own_sockets: list[int | zmq.Socket[bytes]] = [signals.fd]
@@ -130,7 +123,9 @@ class Loop:
     def _turn(self, now: float, until: float = float("inf")) -> None:
         """Wait for something to do, then do a bounded part of all there is."""
         wake_at = min(until, now + _LONGEST_WAIT_S, self._silence.wake_at, self._status_due)
-        wake_at = min(wake_at, self._source.wake_at(), self._core.wake_at(now), self._engine_due)
+        wake_at = min(
+            wake_at, self._source.wake_at(), self._core.wake_at(now), self._engine.wake_at
+        )
         for sink in self._sinks:
             wake_at = min(wake_at, sink.heartbeat_at(now), self._tell_at(sink))
         if self._more or any(server.busy for _, server in self._replays):
@@ -284,7 +279,6 @@ class Loop:
             status.source.link_bytes, status.source.link_capacity = source.depth
         else:
             assert isinstance(source, RelaySource)
-            self._say_engine(source, now)
             status.source.worker_up = source.connected
             offered, pending = counts.applied + counts.missed + counts.unreadable, 0
         status.source.books = Books(
@@ -300,13 +294,8 @@ class Loop:
         for medium in StorageMedium:
             status.live_blocks[medium.value] = replica.count(medium)
         status.left_out = replica.foreign.counts
-        if replica.foreign.other_block_size is not None and not self._block_size_logged:
-            self._block_size_logged = True
-            _log.warning(
-                "block_size: the engine's blocks have %d tokens, not %d: they are left out",
-                replica.foreign.other_block_size,
-                status.worker.block_size,
-            )
+        status.orphans_since_clear = replica.foreign.orphans_since_clear
+        self._engine.check(now)
         status.source.received = replica.received
         for sink in self._sinks:
             sink.update_status()
@@ -318,44 +307,9 @@ class Loop:
         if self._handler is not None:
             status.log_lines_dropped = self._handler.dropped
         self._update_journal_status()
-        said = self._silence.check(now, messages=counts.applied, events=counts.events)
+        said = self._silence.check(now, messages=counts.applied, events=replica.received.num_events)
         if said is not None:
             _log.warning("%s", said)
-
-    def _say_engine(self, source: RelaySource, now: float) -> None:
-        """Log it when the engine comes, goes, stays away, was started over, or cannot tell all."""
-        if source.connected:
-            self._engine_due = math.inf
-        elif now >= self._engine_due:
-            self._engine_due = math.inf
-            _log.warning(
-                "relay.endpoint: %s: no engine is there: is it up, and does it bind? With another "
-                "address than tcp://*:PORT engines connect, as this relay does",
-                source.endpoint,
-            )
-        if source.connected != self._status.source.worker_up:
-            _log.info("the engine is %s", "connected" if source.connected else "not connected")
-            if source.connected and source.replay_endpoint is None:
-                _log.info("relay.replay_endpoint: none: what the engine told before is unknown")
-        stats, where = source.stats, source.replay_endpoint
-        if stats.given_up != self._given_up_logged:
-            self._given_up_logged, self._unanswered_logged = stats.given_up, stats.unanswered
-            _log.warning("relay.replay_endpoint: %s: given up; what is missing is unknown", where)
-        elif stats.unanswered != self._unanswered_logged:
-            self._unanswered_logged = stats.unanswered
-            if self._throttle.take("replay", time.monotonic()) is not None:
-                _log.warning("relay.replay_endpoint: %s does not answer; live batches wait", where)
-        if source.stats.restarts != self._restarts_logged:
-            self._restarts_logged = source.stats.restarts
-            _log.warning(
-                "the engine has started over, or keeps no more what was missed: all blocks are cleared"
-            )
-        missed = self._core.replica.counts.missed - self._missed_logged
-        if missed and self._throttle.take("missed", now) is not None:
-            self._missed_logged += missed
-            _log.warning(
-                "%d batches of the engine cannot be had: what they stored is not told", missed
-            )
 
     def _update_journal_status(self) -> None:
         journal = self._core.journal

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from itertools import accumulate
 from typing import TypeAlias
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -68,6 +68,7 @@ def scrape(read: Callable[[], SidecarStatus]) -> bytes:
     """What a scrape shows now, in the text format of Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(read))
+    ProcessCollector(registry=registry)
     return generate_latest(registry)
 
 
@@ -227,6 +228,12 @@ def _sinks(status: SidecarStatus) -> Iterator[Metric]:
     )
     yield _gauge("sequence", "Seq of the next batch.", labels, each(lambda sink: sink.next_seq))
     yield _gauge("subscribers", "Subscriptions now.", labels, each(lambda sink: sink.subscribers))
+    yield _counter(
+        "subscriber_overflows",
+        "How often a subscriber's queue was full: it misses batches until it has room.",
+        labels,
+        each(lambda sink: sink.overflows),
+    )
     yield _histogram(
         "publish_latency_seconds",
         "From reading a message to the socket having its batch.",
@@ -262,7 +269,7 @@ def _replays(status: SidecarStatus) -> Iterator[Metric]:
     )
     yield _gauge(
         "replay_buffer_bytes",
-        "Bytes of their payloads.",
+        "Memory that they take.",
         labels,
         [((sink.name,), sink.retained_bytes) for sink in sinks],
     )

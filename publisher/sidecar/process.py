@@ -219,7 +219,14 @@ def _open(
         kept = before.sinks[number] if before and number < len(before.sinks) else None
         with _naming(config, number):
             sink = Sink(
-                context, one, core.outputs[number], worker, ours.facts, guard=guard, before=kept
+                context,
+                one,
+                core.outputs[number],
+                worker,
+                ours.facts,
+                guard=guard,
+                before=kept,
+                subscriber_timeout_s=config.subscriber_timeout_s,
             )
         opened.callback(sink.close, linger_s=_CLOSE_LINGER_S)
         sinks.append(sink)
@@ -272,13 +279,21 @@ def _state_folder(
 
 def _say_started(core: Core, sinks: list[Sink], config: SidecarConfig, front: Front) -> None:
     for sink in sinks:
-        _log.info(
-            "sink %s publishes on %s, %s",
-            sink.status.name,
-            sink.bound.endpoint,
-            f"replays on {where}" if (where := sink.bound.replay_endpoint) else "has no replay",
-            extra=fields(next_seq=sink.output.next_seq, start="warm" if core.warm else "cold"),
+        name, endpoint = sink.status.name, sink.bound.endpoint
+        replays = (
+            f"replays on {where}" if (where := sink.bound.replay_endpoint) else "has no replay"
         )
+        extra = fields(next_seq=sink.output.next_seq, start="warm" if core.warm else "cold")
+        if sink.status.mode == "bind":
+            _log.info("sink %s publishes on %s, %s", name, endpoint, replays, extra=extra)
+        else:
+            _log.info(
+                "sink %s connects to %s, where the router has to bind, %s",
+                name,
+                endpoint,
+                replays,
+                extra=extra,
+            )
     if front.endpoint is not None:
         _log.info("metrics and health at %s", front.endpoint)
     warning = exposure_warning(

@@ -22,7 +22,14 @@ from hashlib import blake2b
 import zmq
 
 from kvevents.errors import KVEventsError
-from kvevents.frames import End, Frame, parse_live, parse_replay_answer, replay_request
+from kvevents.frames import (
+    End,
+    Frame,
+    answered_topic,
+    parse_live,
+    parse_replay_answer,
+    replay_request,
+)
 from publisher.config.sidecar_config import ConfigError, RelayConfig
 from publisher.multipart import receive_now
 from publisher.sidecar.engine_stream import Ask, EngineStream, RelayStats, Step
@@ -68,6 +75,10 @@ class RelaySource:
         self.link_id = _link_id(config)
         self.connected = False
         """Whether the engine's publisher is connected to."""
+        self.strange = False
+        """Whether who was last found there hung up at once, as all do that are no publisher."""
+        self.other_topic: str | None = None
+        """What replays are of, where that is no topic that is subscribed to."""
         self._config, self._context, self._clock, self._hwm = config, context, clock, hwm
         self._gone_s, self._replay_timeout_s, self._stall_s = gone_s, replay_timeout_s, stall_s
         self._stream = EngineStream(can_replay=config.replay_endpoint is not None)
@@ -89,6 +100,16 @@ class RelaySource:
     def replay_endpoint(self) -> str | None:
         """Where replays are asked for."""
         return self._config.replay_endpoint
+
+    @property
+    def topic(self) -> str:
+        """What topics must begin with."""
+        return self._config.topic
+
+    @property
+    def batches_wait(self) -> bool:
+        """Whether live ones do, for the end of a replay."""
+        return self._stream.recovering
 
     @property
     def stats(self) -> RelayStats:
@@ -188,8 +209,10 @@ class RelaySource:
             if _event_number(event)[0] == zmq.EVENT_DISCONNECTED:
                 if self.connected:
                     self._lose_connection()
+                else:
+                    self._meet_a_stranger()
             elif not self.connected:
-                self.connected, self._gone_at = True, _INF
+                self.connected, self.strange, self._gone_at = True, False, _INF
                 self._act(self._stream.connected())
                 self._probe_soon()
 
@@ -201,6 +224,12 @@ class RelaySource:
         now = self._clock()
         self._open_at, self._gone_at = now + _REOPEN_S, now + self._gone_s
         self._probe_at = _INF
+
+    def _meet_a_stranger(self) -> None:
+        """After a socket of another kind libzmq would not try again, whoever comes in its place."""
+        self.strange = True
+        self._close_live()
+        self._open_at = self._clock() + _LONGEST_RECONNECT_MS / 1000
 
     def _close_live(self) -> None:
         self.connected = False
@@ -267,7 +296,8 @@ class RelaySource:
             if dealer is None or dealer is not self._dealer:
                 return False
             try:
-                answer = parse_replay_answer(receive_now(dealer))
+                frames = receive_now(dealer)
+                answer = parse_replay_answer(frames)
             except zmq.Again:
                 return False
             except KVEventsError:
@@ -278,8 +308,13 @@ class RelaySource:
                 self._act(self._stream.ended())
                 return False
             self._replay_at = self._clock() + self._stall_s
+            self._see_topic(answered_topic(frames))
             self._act(self._stream.answered(answer.seq, answer.payload))
         return True
+
+    def _see_topic(self, topic: bytes | None) -> None:
+        if topic is not None and not topic.startswith(self._config.topic.encode()):
+            self.other_topic = topic.decode(errors="backslashreplace")
 
     def _act(self, steps: list[Step]) -> None:
         for step in steps:

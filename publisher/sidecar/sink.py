@@ -44,7 +44,8 @@ class Sink:
     """Opens its sockets on construction; raises SinkError or ConfigError, with nothing left open.
 
     `facts`: what a topic may say. `before`: where an earlier run had its sockets, for endpoints that
-    take any port. `now` in the methods is monotonic.
+    take any port. `subscriber_timeout_s`: who takes nothing over TCP for so long is disconnected, and
+    what is queued for it is gone. `now` in the methods is monotonic.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Sink:
         *,
         guard: Guard | None = None,
         before: Bound | None = None,
+        subscriber_timeout_s: float = 30.0,
     ) -> None:
         self._config, self.output = config, output
         self._quiet_since: float | None = None
@@ -67,6 +69,8 @@ class Sink:
         try:
             self.pub.setsockopt(zmq.SNDHWM, config.hwm)
             self.pub.setsockopt(zmq.XPUB_VERBOSER, 1)
+            self.pub.setsockopt(zmq.XPUB_NODROP, 1)  # to hear of it; see `send`
+            self.pub.setsockopt(zmq.TCP_MAXRT, int(subscriber_timeout_s * 1000))
             self.pub.setsockopt(zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES)
             if guard is not None:
                 guard.protect(self.pub)
@@ -130,19 +134,24 @@ class Sink:
         )
 
     def send(self, frame: Frame, now: float) -> None:
-        """Send a batch. Never waits: a subscriber whose queue is full misses it."""
+        """Send a batch. Never waits: a subscriber whose queue is full misses it, and sees the gap."""
         status = self.status
         self._quiet_since = now
-        try:
-            if self._config.reset_sentinel and frame.seq == 0:
-                send_now(self.pub, reset_frames(self._topic))
-            send_now(self.pub, live_frames(self._topic, frame.seq, frame.payload))
-        except zmq.Again:  # retained all the same: it shows as a gap
-            status.dropped["socket"] += len(frame.events)
-            return
+        if self._config.reset_sentinel and frame.seq == 0:
+            self._send(reset_frames(self._topic))
+        self._send(live_frames(self._topic, frame.seq, frame.payload))
         status.batches += 1
         status.bytes += len(frame.payload)
         status.published.add(frame.events)
+
+    def _send(self, frames: list[bytes]) -> None:
+        try:
+            send_now(self.pub, frames)
+        except zmq.Again:  # a queue has just become full; until it has room libzmq passes it over
+            self.status.overflows += 1
+            self.pub.setsockopt(zmq.XPUB_NODROP, 0)
+            send_now(self.pub, frames)
+            self.pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def heartbeat_at(self, now: float) -> float:
         """When an empty batch is due, unless another is sent before."""

@@ -128,6 +128,7 @@ def state(status: SidecarStatus, now: float) -> dict[str, Any]:
         },
         "live_blocks": dict(status.live_blocks),
         "left_out_blocks": asdict(status.left_out),
+        "orphans_since_clear": status.orphans_since_clear,
         "sinks": [_sink_state(sink) for sink in status.sinks],
         "journal": asdict(status.journal),
         "curve": status.curve and asdict(status.curve),
@@ -154,6 +155,7 @@ def _sink_state(sink: SinkStatus) -> dict[str, Any]:
         "dropped": dict(sink.dropped),
         "held_events": sink.held_events,
         "subscribers": sink.subscribers,
+        "overflows": sink.overflows,
         "replay": asdict(sink.replay),
     }
 

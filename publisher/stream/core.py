@@ -26,6 +26,7 @@ from kvevents.index import BlockIndex
 from kvevents.speller import Speller, Spells
 from kvevents.store_form import StoreSpeller
 from kvevents.view import View
+from publisher.config.checks import ConfigError
 from publisher.config.sidecar_config import SinkConfig, WorkerInfo
 from publisher.link.messages import BATCH, COLUMNS, FRESH, LOST
 from publisher.link.packed import head_of
@@ -213,9 +214,9 @@ class Core:
         """
         head = found.head
         if head.link_id != self._link_id:
-            raise KVEventsError("it is of another worker")
+            raise KVEventsError("it is of another run of the worker, or of an engine elsewhere")
         if head.worker != msgspec.msgpack.encode(self._worker):
-            raise KVEventsError("the worker is another")
+            raise KVEventsError(_changed(head.worker, self._worker))
         replica = Replica(self._worker)
         replica.load(
             _until(deadline, found.pieces),
@@ -468,6 +469,20 @@ class Core:
 
 def _fingerprint(dialect: Dialect) -> str:
     return msgspec.json.encode(dialect).decode()
+
+
+def _changed(saved: bytes, worker: WorkerInfo) -> str:
+    """What is not as it was."""
+    try:
+        before = msgspec.msgpack.decode(saved, type=WorkerInfo)
+    except (msgspec.MsgspecError, ConfigError):
+        return "the worker is another"
+    changed = [
+        f"{name} was {was}, is {now}"
+        for name in WorkerInfo.__struct_fields__
+        if (was := getattr(before, name)) != (now := getattr(worker, name))
+    ]
+    return f"the worker is another: {', '.join(changed)}"
 
 
 def _until(deadline: float, items: Iterable[_T]) -> Iterator[_T]:

@@ -203,6 +203,21 @@ class ForeignState:
         self._index = _Index()
         self.groups = Groups()
         self.counts = ForeignCounts()
+        self._orphans_at_clear = 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens."""
+        return self._block_size
+
+    @property
+    def orphans_since_clear(self) -> int:
+        """How many of `counts.orphans` came after all was last forgotten."""
+        return self.counts.orphans - self._orphans_at_clear
+
+    def count_from_here(self) -> None:
+        """Begin all counts at 0."""
+        self.counts, self._orphans_at_clear = ForeignCounts(), 0
 
     @property
     def index(self) -> BlockIndex:
@@ -244,6 +259,7 @@ class ForeignState:
                         told += self._remove(event)
                 case AllBlocksCleared():
                     self._index.clear()
+                    self._orphans_at_clear = self.counts.orphans
                     self.groups = Groups(self.groups.main)
                     told.append(event)
         return told
@@ -251,6 +267,7 @@ class ForeignState:
     def clear(self) -> None:
         """Forget everything but the counts."""
         self._index.clear()
+        self._orphans_at_clear = self.counts.orphans
         self.groups = Groups()
 
     # ---------------------------------------------------------------------------------- groups

@@ -1,7 +1,8 @@
 """The retained log: the newest frames of a sink, and the state before the oldest of them.
 
 L1  Seqs count from `next_seq` as it was given, one for each frame appended, without a hole.
-L2  The log keeps at most `max_batches` frames and `max_bytes` of payload, but always the newest frame.
+L2  The log keeps at most `max_batches` frames, and of those so many as `max_bytes` of memory hold, by
+    their weight; but always the newest frame.
     A frame that falls off is applied to the base state first.
 L3  A replay from any start is contiguous and ends with the newest frame: the frames themselves,
     byte for byte, where the log reaches back; before that a snapshot of the state, beginning with
@@ -27,6 +28,7 @@ import msgspec
 from kvevents.events import AllBlocksCleared, Event
 from kvevents.frames import JOIN
 from kvevents.index import BlockIndex
+from publisher.stream.weight import weight
 
 __all__ = ["RetainedLog", "num_blocks", "snapshot_batches"]
 
@@ -39,6 +41,7 @@ Answers: TypeAlias = Generator[Answer, None, int | None]
 class _Retained(msgspec.Struct, frozen=True, gc=False):
     payload: bytes
     events: Sequence[Event]
+    weight: int
 
 
 _MOVED_BLOCKS = 256
@@ -156,20 +159,21 @@ class RetainedLog:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of payload kept."""
+        """Bytes of memory that those take, by their weight."""
         return self._bytes
 
     def append(self, payload: bytes, events: Sequence[Event]) -> int:
         """Keep a frame; returns its seq. `events` are what `payload` says; neither may change."""
-        self._frames.append(_Retained(payload, events))
-        self._bytes += len(payload)
+        frame = _Retained(payload, events, weight(payload, events))
+        self._frames.append(frame)
+        self._bytes += frame.weight
         seq = self.next_seq
         self.next_seq += 1
         while len(self._frames) > self._max_batches or (
             self._bytes > self._max_bytes and len(self._frames) > 1
         ):
             gone = self._frames.popleft()
-            self._bytes -= len(gone.payload)
+            self._bytes -= gone.weight
             self._base.apply(gone.events)
             if self._snapshot is not None:
                 self._snapshot.since.append(gone)

@@ -34,7 +34,7 @@ from publisher.link.packed import (
     save_events,
     unpack,
 )
-from publisher.stream.foreign import ForeignCounts, ForeignState, Groups
+from publisher.stream.foreign import ForeignState, Groups
 from publisher.stream.input import Input
 from publisher.stream.status import EventCounts
 
@@ -122,11 +122,18 @@ class Replica:
         """Why a resync was last wanted."""
         self.counts = ReplicaCounts()
         self.received = EventCounts()
-        """All events told, by kind and medium."""
+        """All events that inputs had, by kind and medium; of an engine's own, also those left out."""
+        self.other_rank: int | None = None
+        """That of an engine's last batch, where it is not the worker's."""
 
     def count(self, medium: StorageMedium) -> int:
         """Blocks on `medium`."""
         return self._runs.count(medium) + self._foreign.index.count(medium)
+
+    @property
+    def dp_rank(self) -> int:
+        """The worker's."""
+        return self._worker.dp_rank
 
     @property
     def foreign(self) -> ForeignState:
@@ -146,7 +153,6 @@ class Replica:
             told = Told(self.ts, told.events)
         if told is not None:
             self.counts.events += len(told.events)
-            self.received.add(told.events)
             self.ts = told.ts
         return told
 
@@ -171,6 +177,7 @@ class Replica:
         if _clears(events):
             self._foreign.clear()
         self.counts.applied += 1
+        self.received.add(events)
         return Told(ts, events)
 
     def _apply_batch(self, given: Input) -> Told | None:
@@ -195,6 +202,9 @@ class Replica:
         if type(batch.events) is not Columns and _clears(batch.events):
             self._runs = Materializer(self._worker.block_size, self._worker.hash_format)
         self.counts.applied += 1
+        self.received.add(batch.events)
+        if batch.dp_rank is not None and batch.dp_rank != self._worker.dp_rank:
+            self.other_rank = batch.dp_rank
         told = self._foreign.apply(batch.events, batch.group)
         if begun:
             return Told(batch.ts, [*begun, *told])
@@ -232,7 +242,7 @@ class Replica:
     def count_from_here(self) -> None:
         """Begin all counts at 0: what an earlier process took is not to be counted again."""
         self.counts, self.received = ReplicaCounts(), EventCounts()
-        self._foreign.counts = ForeignCounts()
+        self._foreign.count_from_here()
 
     def freeze(self) -> FrozenReplica:
         """What is held now; later inputs do not change it."""

@@ -34,10 +34,8 @@ __all__ = [
 Key = tuple[str, str]
 """An event's kind and its medium; the medium is empty where the event names none."""
 
-DROP_REASONS = ("filtered", "socket")
-"""Why events are left out of a sink: its dialect does not tell of them, or the socket would not take the
-batch.
-"""
+DROP_REASONS = ("filtered",)
+"""Why events are left out of a sink: its dialect does not tell of them."""
 
 _LONGEST_S = 1e9
 
@@ -173,6 +171,7 @@ class SinkStatus:
 
     `endpoints`: as bound, ports filled in, or the targets it connects to. `held_events`: waiting to be
     merged with the next batch. `oldest_seq`: of the retained frames; `next_seq` when there are none.
+    `overflows`: how often a subscriber's queue had no room, and it has missed what followed until it had.
     `latency`: from reading a message to the socket's having its batch. `age`: from the change in the
     cache to the same.
     """
@@ -195,6 +194,7 @@ class SinkStatus:
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     held_events: int = 0
     subscribers: int = 0
+    overflows: int = 0
     replay: ReplayCounts = field(default_factory=ReplayCounts)
     latency: Buckets = field(default_factory=Buckets)
     age: Buckets = field(default_factory=Buckets)
@@ -227,7 +227,8 @@ class SidecarStatus:
 
     `ready`: every socket is bound and the source has begun. `started_at`: seconds since the epoch.
     `turned_at`: monotonic, when the loop last turned; 0 before it does. `live_blocks` by medium.
-    `left_out`: blocks of an engine's own events that were not passed on, by why.
+    `left_out`: blocks of an engine's own events that were not passed on, by why; `orphans_since_clear`:
+    of the orphans those that came after all was last cleared.
     """
 
     worker: WorkerInfo
@@ -242,6 +243,7 @@ class SidecarStatus:
         default_factory=lambda: {medium.value: 0 for medium in StorageMedium}
     )
     left_out: ForeignCounts = field(default_factory=ForeignCounts)
+    orphans_since_clear: int = 0
     journal: JournalStatus = field(default_factory=JournalStatus)
     curve: CurveStatus | None = None
     log_lines_dropped: int = 0

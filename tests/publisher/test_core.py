@@ -8,16 +8,17 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import pytest
 from core_rig import BLOCK_SIZE, StoryWorker
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvevents import AllBlocksCleared, BlockIndex
-from kvevents.codec import decode_batch
+from kvevents import AllBlocksCleared, BlockIndex, KVEventBatch
+from kvevents.codec import decode_batch, encode_batch
 from kvevents.index import Oddities
 from publisher.config.sidecar_config import SinkConfig, WorkerInfo
-from publisher.link.messages import LOST
+from publisher.link.messages import BATCH, LOST
 from publisher.stream.core import Core, Numbered
 from publisher.stream.input import Input
 from publisher.stream.output import Output
@@ -290,6 +291,27 @@ class ForeignCoreMachine(CoreMachine):
     """The same for an engine's own batches, which cannot be told anew."""
 
     foreign = True
+
+
+def test_what_is_not_as_it_was_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a journal is not taken up: the worker's keys that differ, or that it is another run's."""
+    before = WorkerInfo(block_size=BLOCK_SIZE, model="m", worker_id="w")
+    after = msgspec.structs.replace(before, model="n", dp_rank=1)
+    for number, (info, run) in enumerate(((before, b"a"), (after, b"a"), (after, b"b"))):
+        caplog.clear()
+        core = Core(info, run * 16, (PLAIN,), (PLAIN.name,), tmp_path, clock=lambda: 1.0)
+        core.start()
+        core.apply([Input(0, BATCH, encode_batch(KVEventBatch(1.0, [], 0)))], 0.0)
+        core.close()
+        said = {one.getMessage().partition("taken up: ")[2] for one in caplog.records}
+        assert (
+            said
+            == (
+                set(),
+                {"the worker is another: dp_rank was 0, is 1, model was m, is n"},
+                {"it is of another run of the worker, or of an engine elsewhere"},
+            )[number]
+        )
 
 
 def as_many(examples: int) -> int:

@@ -22,6 +22,7 @@ from kvevents import (
 from kvevents.frames import JOIN, MAX_SEQ
 from kvevents.gaps import Ask, Deliver
 from publisher.stream.log import RetainedLog
+from publisher.stream.weight import weight
 
 
 def believing(payloads: Sequence[bytes], index: BlockIndex | None = None) -> BlockIndex:
@@ -58,7 +59,7 @@ def new_log(max_batches: int, max_bytes: int = 1 << 20, snapshot_blocks: int = 2
     told=steps,
     later=steps,
     max_batches=st.integers(1, 8),
-    max_bytes=st.sampled_from((1, 300, 1500, 1 << 20)),
+    max_bytes=st.sampled_from((1, 2000, 10_000, 1 << 20)),
     snapshot_blocks=st.integers(1, 4),
 )
 def test_a_replay_from_any_start_gives_the_state_now(
@@ -70,6 +71,7 @@ def test_a_replay_from_any_start_gives_the_state_now(
     """
     log, story = new_log(max_batches, max_bytes, snapshot_blocks), Story()
     payloads: list[bytes] = []
+    weights: list[int] = []
     indexes = [BlockIndex()]
 
     def append(batch: list[tuple[int, int, int]]) -> None:
@@ -77,15 +79,14 @@ def test_a_replay_from_any_start_gives_the_state_now(
         payload = payload_of(*events)
         assert log.append(payload, events) == len(payloads)  # L1
         payloads.append(payload)
+        weights.append(weight(payload, events))
         indexes.append(believing([payload], indexes[-1].fork()))
-        kept = payloads[log.oldest_seq :]
-        assert log.num_bytes == sum(map(len, kept))
+        kept = weights[log.oldest_seq :]
+        assert log.num_bytes == sum(kept)
         assert 1 <= len(kept) <= max_batches  # L2
         assert log.num_bytes <= max_bytes or len(kept) == 1
-        wider = [*payloads[log.oldest_seq - 1 : log.oldest_seq], *kept]
-        assert (
-            len(wider) == len(kept) or len(wider) > max_batches or sum(map(len, wider)) > max_bytes
-        )
+        wider = [*weights[log.oldest_seq - 1 : log.oldest_seq], *kept]
+        assert len(wider) == len(kept) or len(wider) > max_batches or sum(wider) > max_bytes
 
     for batch in told:
         append(batch)
@@ -139,7 +140,7 @@ def test_one_frame_larger_than_the_bound_is_kept() -> None:
     log = new_log(10, max_bytes=10)
     for seq in range(3):
         log.append(b"x" * (100 + seq), [])
-    assert (log.oldest_seq, log.num_bytes) == (2, 102)
+    assert (log.oldest_seq, log.num_bytes) == (2, weight(b"x" * 102, []))
     assert list(log.replay(2)) == [(2, b"x" * 102)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import zmq
+from ports_rig import free_ports
 from publisher_rig import (
     LOOPBACK,
     PATIENCE_S,
@@ -19,7 +20,7 @@ from publisher_rig import (
     start_kvevents,
 )
 
-from kvevents import AllBlocksCleared
+from kvevents import AllBlocksCleared, BlockStored, StorageMedium
 from kvevents.codec import decode_batch
 from kvevents.frames import replay_answer
 from publisher.config.sidecar_config import RelayConfig, WorkerInfo
@@ -28,6 +29,7 @@ from publisher.sidecar.engine_stream import RelayStats
 from publisher.sidecar.relay import RelaySource
 from publisher.sidecar.source import Source
 from publisher.stream.input import Input
+from publisher.tools.doctor.asking import ask
 
 pytestmark = pytest.mark.integration
 
@@ -318,6 +320,7 @@ def test_a_dead_engine_is_told_once() -> None:
             join(first, relay, 0, 1)
         relay.until_told(0, 1, "fresh")
         assert not relay.source.connected
+        assert relay.source.stats.departures == 1
         fresh = relay.inputs[-1]
         assert (fresh.number, fresh.flags) == (0, BATCH | FRESH)
         batch = decode_batch(fresh.body).batch
@@ -343,6 +346,7 @@ def test_an_engine_that_never_comes_is_dead_too() -> None:
         relay.source.start(0)
         relay.until(lambda: relay.source.wake_at() == float("inf"))
         assert relay.inputs == []
+        assert relay.source.stats.departures == 0
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same run", "another run"])
@@ -415,6 +419,35 @@ def test_a_dead_replay_endpoint_does_not_stop_the_stream() -> None:
         relay.until_told(2)
 
 
+def test_an_engine_in_the_place_of_another_socket_is_found() -> None:
+    """Who is no publisher hangs up, which is seen; the engine that comes in its place is connected to."""
+    with RawPublisher() as publisher:
+        relay = Relay(publisher.replay_endpoint, None, "")
+        try:
+            relay.source.start(0)
+            relay.until(lambda: relay.source.strange)
+            assert not relay.source.connected
+            publisher.publish_at_the_replay_endpoint()
+            relay.until(lambda: relay.source.connected)
+            assert not relay.source.strange
+        finally:
+            relay.source.close()
+            relay.context.term()
+
+
+def test_replays_of_another_topic_are_noticed() -> None:
+    """They are taken, for nothing else comes; which topic they are of can be said."""
+    with RawPublisher() as publisher, relaying(publisher, topic="kv@") as relay:
+        assert relay.source.other_topic is None
+        relay.source.start(0)
+        client = asked(publisher, relay, 0)
+        for seq, topic in enumerate((None, b"kv@a", b"\xffx")):
+            frames = replay_answer(topic, seq, payload_of(), delimited=True)
+            publisher.router.send_multipart([client, *frames])
+            relay.until(lambda seq=seq: len(relay.inputs) > seq)  # type: ignore[misc]
+            assert relay.source.other_topic == ("\\xffx" if seq == 2 else None)
+
+
 def test_nothing_is_left_open() -> None:
     """Neither after a restart and replays, nor when it is closed in the middle of one."""
     before = open_fds()
@@ -426,6 +459,29 @@ def test_nothing_is_left_open() -> None:
             asked(first, relay, 0)
         relay.until(lambda: not relay.source.connected)
     assert open_fds() == before
+
+
+@pytest.mark.integration
+def test_a_relay_that_came_late_says_so() -> None:
+    """Of blocks behind what was stored before: in its log, its metrics, and to a doctor."""
+    (port,) = free_ports(1)
+    with RawPublisher() as engine:
+        command = (
+            *("serve", "--relay", engine.endpoint, "--block-size", "2", "--endpoint", LOOPBACK),
+            *("--replay-endpoint", "none", "--http-endpoint", f"http://127.0.0.1:{port}"),
+        )
+        with start_kvevents(f"late {os.getpid()}", *command) as process:
+            assert process.stderr is not None
+            engine.await_subscriber()
+            hidden = BlockStored([6, 7], 5, [1, 2, 3, 4], 2, medium=StorageMedium.GPU)
+            engine.live(900, hidden)
+            lines: list[str] = []
+            while "2 blocks are left out" not in "".join(lines):
+                lines.append(process.stderr.readline())
+                assert lines[-1], "it ended"
+            told = {one.text for one in ask("127.0.0.1", port, None, 5.0, subscribed=False)}
+            assert any(one.startswith("2 blocks were left out") for one in told), told
+            assert any(one.startswith("900 batches of the engine were missed") for one in told)
 
 
 @pytest.mark.integration

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket as unix
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,28 @@ def open_sink(
     *,
     facts: Mapping[str, str] | None = None,
     before: Bound | None = None,
+    subscriber_timeout_s: float = 30.0,
     **settings: Any,
 ) -> Iterator[Sink]:
     defaults = {"endpoint": LOOPBACK, "replay_endpoint": None, "add_dp_rank": False}
     config = SinkConfig(**defaults | settings)
-    sink = Sink(context, config, output_of(config), WORKER, facts or {}, before=before)
+    sink = Sink(
+        context,
+        config,
+        output_of(config),
+        WORKER,
+        facts or {},
+        before=before,
+        subscriber_timeout_s=subscriber_timeout_s,
+    )
     try:
         yield sink
     finally:
         sink.close(linger_s=0)
+
+
+def subscribers(sink: Sink) -> int:
+    return sink.status.subscribers
 
 
 def publish(sink: Sink, *events: Event, ts: float = 1.0, now: float = 0.0) -> int:
@@ -334,6 +348,7 @@ def test_a_subscriber_that_does_not_read_loses_and_can_see_it(
         for number in range(400):
             stored = BlockStored([number], None, tokens, 8192, medium=StorageMedium.GPU)
             publish(sink, stored, now=float(number))
+        assert 1 <= sink.status.overflows < 400
         seqs = [receive(sub).seq]
         while seqs[-1] + 1 == len(seqs):
             if not sub.poll(100):  # all that was queued is read: let the next one show the loss
@@ -341,3 +356,45 @@ def test_a_subscriber_that_does_not_read_loses_and_can_see_it(
             seqs.append(receive(sub).seq)
         assert seqs[:-1] == list(range(len(seqs) - 1))
         assert seqs[-1] > len(seqs) - 1
+
+
+def test_a_full_queue_is_one_subscribers_alone(context: zmq.Context[Socket]) -> None:
+    """Each time that it has become full is counted; those who read get every batch."""
+    with (
+        open_sink(context, hwm=100) as sink,
+        subscribed(context, sink, hwm=1) as slow,
+        subscribed(context, sink) as fast,
+    ):
+        tokens = list(range(8192))
+        for episode in range(1, 3):
+            seqs = []
+            for _ in range(400):
+                stored = BlockStored([1], None, tokens, 8192, medium=StorageMedium.GPU)
+                seqs.append(publish(sink, stored))
+                assert receive(fast).seq == seqs[-1]
+            assert sink.status.overflows == episode
+            while slow.poll(200):
+                receive(slow)
+
+
+def test_who_takes_nothing_for_long_is_disconnected(context: zmq.Context[Socket]) -> None:
+    """What was queued for it goes with it, and it comes again once it reads."""
+    with (
+        open_sink(context, subscriber_timeout_s=1.0) as sink,
+        subscribed(context, sink, hwm=1) as sub,
+    ):
+        stored = BlockStored([1], None, list(range(8192)), 8192, medium=StorageMedium.GPU)
+        deadline, sent = time.monotonic() + PATIENCE_S, 0
+        while subscribers(sink):
+            sent = publish(sink, stored)
+            assert time.monotonic() < deadline
+            sink.pub.poll(10)
+            sink.take_subscriptions(0.0)
+        assert sink.status.overflows == 0
+        seqs = []
+        while sub.poll(200):
+            seqs.append(receive(sub).seq)
+        assert len(seqs) < sent
+        assert sink.pub.poll(int(PATIENCE_S * 1000))
+        sink.take_subscriptions(0.0)
+        assert subscribers(sink) == 1

@@ -389,7 +389,10 @@ JSON = st.recursive(
     st.fixed_dictionaries(
         {},
         optional={
-            "source": JSON | st.fixed_dictionaries({"worker_up": JSON, "messages": JSON}),
+            "source": JSON
+            | st.fixed_dictionaries({"worker_up": JSON, "messages": JSON, "kind": JSON}),
+            "orphans_since_clear": JSON,
+            "live_blocks": JSON,
             "sinks": JSON
             | st.lists(st.fixed_dictionaries({"endpoints": JSON, "mode": JSON, "dropped": JSON})),
             "curve": JSON | st.fixed_dictionaries({"denied": JSON}),
@@ -429,6 +432,22 @@ def test_the_state_of_a_sidecar_in_trouble() -> None:
     (finding,) = judge_state(other, None, subscribed=False)
     assert (finding.verdict, finding.stops) == ("wrong", True)
     assert finding.text.startswith("5 blocks of the engine were left out")
+    for held in (0, 7):
+        late = {
+            "source": {
+                "kind": "relay",
+                "worker_up": True,
+                "messages": {"offered": 9, "refused": 2},
+            },
+            "orphans_since_clear": 5,
+            "live_blocks": {"GPU": held, "DISK": 0},
+        }
+        missed, unknown = judge_state(late, None, subscribed=False)
+        assert missed.text.startswith("2 batches of the engine were missed")
+        assert "anew since" not in missed.text
+        assert unknown.text.startswith("5 blocks were left out")
+        assert (unknown.verdict, unknown.stops) == ("wrong", not held)
+        assert "flush" in unknown.advice
     (finding,) = judge_ready("there", Page(503, b"the engine is not connected\n"))
     assert "start the engine" in finding.advice
     (finding,) = judge_ready("there", Page(503, b"the worker is not there\n"))

@@ -155,12 +155,13 @@ def judge_state(
 ) -> Iterator[Finding]:
     """Of /state; anything may be in it."""
     source = _dict(state.get("source"))
+    relayed = source.get("kind") == "relay"
     messages = _dict(source.get("messages"))
     offered = messages.get("offered")
     if source.get("worker_up") is True and offered == 0:
         text = "the sidecar's worker is there and has told it nothing"
         advice = "the worker has to call sidecar.pump(cache) after each change"
-        if source.get("kind") == "relay":
+        if relayed:
             advice = "is the engine's own publisher silent? ask the doctor about its endpoint"
         yield Finding(_PROBE, "wrong", text, advice, stops=True)
     if source.get("in_step") is False and source.get("worker_up") is True:
@@ -168,7 +169,18 @@ def judge_state(
         yield Finding(_PROBE, "unknown", text, "it does so at its next pump(); is that called?")
     if isinstance(refused := messages.get("refused"), int) and refused:
         text = f"{refused} messages of the worker were refused, and told anew since: {messages}"
-        yield Finding(_PROBE, "unknown", one_line(text[:300]))
+        advice = ""
+        if relayed:
+            text = f"{refused} batches of the engine were missed, and nobody tells them anew: {messages}"
+            advice = "relay.replay_endpoint, and a larger buffer_steps of the engine"
+        yield Finding(_PROBE, "unknown", one_line(text[:300]), advice)
+    if isinstance(orphans := state.get("orphans_since_clear"), int) and orphans:
+        held = any(_dict(state.get("live_blocks")).values())
+        text = (
+            f"{orphans} blocks were left out since all was last cleared, for they are behind others of"
+            " which nothing was heard: routers do not know of such prompts"
+        )
+        yield Finding(_PROBE, "wrong", text, _FLUSH, stops=not held)
     size = _dict(state.get("left_out_blocks")).get("wrong_block_size")
     if isinstance(size, int) and size:
         text = f"{size} blocks of the engine were left out: they are not of the size it was told"
@@ -257,6 +269,13 @@ def _judge_engine(where: str, host: str, port: int, timeout_s: float) -> Finding
 _SGLANG = (
     'start it with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557",'
     ' "replay_endpoint": "tcp://*:5558"}\''
+)
+
+
+_FLUSH = (
+    "flush the engine's cache, once (SGLang: POST /flush_cache; vLLM in development mode: POST"
+    " /reset_prefix_cache); against the next time give a relay the engine's replay endpoint, and the"
+    " engine a larger buffer_steps"
 )
 
 

@@ -1,0 +1,145 @@
+"""Says in the log what is wrong with an engine whose own batches come, by a relay or a plugin."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from publisher.sidecar.logs import Throttle
+from publisher.sidecar.relay import RelaySource
+from publisher.stream.replica import Replica
+
+__all__ = ["EngineWatch"]
+
+_ENGINE_S = 5.0
+"""How long an engine that is relayed may be away at first."""
+_LOG_INTERVAL_S = 1.0
+_SEVERAL = 2
+_MORE = 10
+"""Times as many, and it is said again."""
+
+_log = logging.getLogger("kvevents.sidecar")
+
+
+class EngineWatch:
+    """Each thing is said once, or again when there is much more of it. `relay`: None for a plugin's link.
+    `now`, here and in `check`: monotonic.
+    """
+
+    def __init__(self, relay: RelaySource | None, replica: Replica, now: float) -> None:
+        self._relay, self._replica = relay, replica
+        self._throttle = Throttle(_LOG_INTERVAL_S)
+        self.wake_at = now + _ENGINE_S if relay is not None else math.inf
+        """When to call `check` though nothing has come: to say that nobody is there."""
+        self._connected = self._block_size_said = self._rank_said = self._topic_said = False
+        self._restarts = self._departures = self._unanswered = self._given_up = self._missed = 0
+        self._orphans_due = 1
+        """How many blocks have to be left out until that is said."""
+
+    def check(self, now: float) -> None:
+        """After anything may have changed."""
+        if self._relay is not None:
+            self._check_connection(self._relay, now)
+            self._check_topic(self._relay)
+            self._check_replays(self._relay, now)
+        self._check_batches(now)
+
+    def _check_connection(self, relay: RelaySource, now: float) -> None:
+        where = relay.endpoint
+        if relay.connected:
+            self.wake_at = math.inf
+        elif now >= self.wake_at:
+            self.wake_at = math.inf
+            if relay.strange:
+                _log.warning(
+                    "relay.endpoint: %s: who is there is no publisher of events: is it the engine's"
+                    " replay endpoint?",
+                    where,
+                )
+            else:
+                _log.warning(
+                    "relay.endpoint: %s: no engine is there: is it up, and does it bind? With another "
+                    "address than tcp://*:PORT engines connect, as this relay does",
+                    where,
+                )
+        if relay.connected and not self._connected:
+            _log.info("the engine is connected")
+            if relay.replay_endpoint is None:
+                _log.warning(
+                    "relay.replay_endpoint: none: what the engine told before, or is lost on the way,"
+                    " stays unknown, and so does what it stores behind that"
+                )
+        elif self._connected and not relay.connected:
+            _log.warning("the engine is not connected any more")
+        self._connected = relay.connected
+        if relay.stats.departures != self._departures:
+            self._departures = relay.stats.departures
+            _log.warning("the engine has not come back: all blocks are cleared")
+        if relay.stats.restarts != self._restarts:
+            self._restarts = relay.stats.restarts
+            _log.warning(
+                "the engine has started over, or keeps no more what was missed: all blocks are cleared"
+            )
+
+    def _check_topic(self, relay: RelaySource) -> None:
+        if self._topic_said or not relay.topic:
+            return
+        if relay.other_topic is not None:
+            self._topic_said = True
+            _log.warning(
+                "relay.topic: the engine's is '%s', which does not begin with '%s': nothing comes live",
+                relay.other_topic,
+                relay.topic,
+            )
+        elif not relay.stats.received and relay.stats.gaps >= _SEVERAL:
+            self._topic_said = True
+            _log.warning(
+                "relay.topic: nothing comes live that begins with '%s', and replays bring batches: is the"
+                " engine's topic another?",
+                relay.topic,
+            )
+
+    def _check_replays(self, relay: RelaySource, now: float) -> None:
+        stats, where = relay.stats, relay.replay_endpoint
+        if stats.given_up != self._given_up:
+            self._given_up, self._unanswered = stats.given_up, stats.unanswered
+            _log.warning("relay.replay_endpoint: %s: given up; what is missing is unknown", where)
+        elif stats.unanswered != self._unanswered:
+            self._unanswered = stats.unanswered
+            if relay.batches_wait and self._throttle.take("replay", now) is not None:
+                _log.warning("relay.replay_endpoint: %s does not answer; live batches wait", where)
+
+    def _check_batches(self, now: float) -> None:
+        replica, foreign = self._replica, self._replica.foreign
+        missed = replica.counts.missed - self._missed if self._relay is not None else 0
+        if missed and self._throttle.take("missed", now) is not None:
+            self._missed += missed
+            _log.warning(
+                "%d batches of the engine cannot be had: what they stored is not told, nor what is stored"
+                " behind that",
+                missed,
+            )
+        if foreign.other_block_size is not None and not self._block_size_said:
+            self._block_size_said = True
+            _log.warning(
+                "block_size: the engine's blocks have %d tokens, not %d: they are left out",
+                foreign.other_block_size,
+                foreign.block_size,
+            )
+        if replica.other_rank is not None and not self._rank_said:
+            self._rank_said = True
+            _log.warning(
+                "dp_rank: the engine's batches are of rank %d, and are told as of rank %d (--dp-rank)",
+                replica.other_rank,
+                replica.dp_rank,
+            )
+        orphans = foreign.orphans_since_clear
+        if not orphans:
+            self._orphans_due = 1
+        elif orphans >= self._orphans_due:
+            self._orphans_due = orphans * _MORE
+            _log.warning(
+                "%d blocks are left out: the engine stored them behind others of which nothing was heard."
+                " Routers do not know of such prompts until the engine's cache is flushed",
+                orphans,
+            )

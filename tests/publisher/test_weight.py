@@ -1,0 +1,86 @@
+"""publisher.stream.weight: what a batch that is kept takes, beside what CPython has taken for it."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvevents import BlockRemoved, BlockStored, KVEventBatch, StorageMedium, decode_batch
+from kvevents.codec import encode_batch
+from kvevents.columns import Columns
+from kvevents.events import Event
+from publisher.link.packed import pack_plain, unpack
+from publisher.stream.weight import weight
+
+Kept = tuple[bytes, Sequence[Event]]
+
+
+def batch(number: int, num_events: int, num_blocks: int, page: int) -> KVEventBatch:
+    """Stores, and the removal of as much; hashes and tokens as large as they come."""
+    events: list[Event] = []
+    for place in range(num_events):
+        first = 2**61 + (number * num_events + place) * num_blocks
+        tokens = [100_000 + (number + place + one) % 30_000 for one in range(num_blocks * page)]
+        hashes: list[int | bytes] = [*range(first, first + num_blocks)]
+        events.append(BlockStored(hashes, None, tokens, page, medium=StorageMedium.GPU))
+        events.append(BlockRemoved([*hashes], StorageMedium.GPU))
+    return KVEventBatch(1.0, events, 0)
+
+
+def packed(told: KVEventBatch) -> Kept:
+    """As a plugin's worker hands it over."""
+    body = bytearray()
+    found = unpack(bytes(body), flags) if (flags := pack_plain(told, body)) else None
+    assert found is not None and found.payload is not None
+    return found.payload, found.events
+
+
+def decoded(told: KVEventBatch) -> Kept:
+    """As a relay reads it."""
+    payload = encode_batch(told)
+    return payload, decode_batch(payload).batch.events
+
+
+def unpacked(told: KVEventBatch) -> Kept:
+    """As it is made by hand: tokens in a list, which nobody else holds."""
+    payload = encode_batch(told)
+    events: list[Event] = [
+        BlockStored([*one.block_hashes], None, [int(str(t)) for t in one.token_ids], one.block_size)
+        if isinstance(one, BlockStored)
+        else one
+        for one in decode_batch(payload).batch.events
+    ]
+    return payload, events
+
+
+@pytest.mark.parametrize("kept_as", [packed, decoded, unpacked])
+@pytest.mark.parametrize(
+    ("num_events", "num_blocks", "page"), [(1, 1, 64), (8, 1, 16), (1, 64, 64)]
+)
+def test_it_is_about_what_is_taken(
+    kept_as: Callable[[KVEventBatch], Kept], num_events: int, num_blocks: int, page: int
+) -> None:
+    """Never less, and not twice as much."""
+    told = [batch(number, num_events, num_blocks, page) for number in range(50)]
+    kept_as(told[0])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        kept = [kept_as(one) for one in told]
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    weighed = sum(weight(*one) for one in kept)
+    assert taken <= weighed <= 2 * taken, (taken, weighed, {type(one[1]) for one in kept})
+
+
+def test_columns_need_not_become_events() -> None:
+    """To be weighed: those would be kept, and take more."""
+    _, events = packed(batch(0, 1, 4, 16))
+    assert isinstance(events, Columns)
+    weight(b"", events)
+    assert events._events is None
