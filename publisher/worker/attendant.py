@@ -204,6 +204,7 @@ class Attendant:
             _log.warning("pid %d did not become the sidecar: %s", pid, reason)
 
     def _left(self, pid: int, now: float) -> None:
+        self._client.note_left()
         if self._child is not None:  # it is about to end
             self._ready_by = now + self._ready_s
         elif self._leave_by is None:

@@ -9,6 +9,8 @@ K3  A pump tells at most `RETELL_BLOCKS` blocks of a re-telling, fewer where so 
     the ring, and none while more than a sixteenth of the ring is in use. Re-tellings begin at most every
     `retell_interval_s`, so that one which cannot succeed costs little.
 K4  The first pump begins with a re-telling: what the cache held before there was a sidecar is told too.
+    So does the first of another cache than before: each has ids of its own, and no message tells of two.
+    Until that re-telling begins nothing of it is told, and the one before counts as held.
 K5  Closing while another thread publishes is safe: whichever of the two is last lets go of the ring.
 """
 
@@ -21,7 +23,9 @@ import re
 import select
 import socket
 import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event as Flag
@@ -51,6 +55,7 @@ from publisher.link.messages import (
 from publisher.link.packed import pack_plain
 from publisher.link.ring import MIN_RING_BYTES, RingWriter, above_streams
 from publisher.worker.door import ABSENT, SLOW, Admitted, Door, Left, TurnedAway
+from publisher.worker.wake import wake
 
 __all__ = ["DEFAULT_RING_BYTES", "RETELL_BLOCKS", "ClientStats", "LinkError", "SidecarClient"]
 
@@ -61,9 +66,9 @@ _RECORD_BYTES = 64  # of a block's record at most, apart from its tokens and its
 _PARTS = 4  # of a re-telling that the ring has room for
 _MOST_KEPT_BYTES = 1 << 20
 _INVALID_KINDS = 64  # of which each is logged once
+_FIRST, _OTHER = -1, -2  # in the place of a request that was met: a re-telling is due unasked
 
 _log = logging.getLogger("kvevents.link")
-_awake_enough = contextlib.suppress(BlockingIOError)  # 2**64 - 2 wakes have not been read
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -76,8 +81,8 @@ class ClientStats:
     """What the worker's end has counted. Messages: offered = written + refused.
 
     `oversized`: of the refused, those that the ring could not hold were it empty. `invalid`: batches
-    that break the contract, and so were no message. `bytes`: written, without headers. `write_ns`:
-    time spent on encoding and writing.
+    that break the contract, and so were no message. `retellings`: begun, but for the first. `bytes`:
+    written, without headers. `write_ns`: time spent on encoding and writing.
     """
 
     written: int = 0
@@ -129,7 +134,8 @@ class SidecarClient:
         self.expecting: bool | None = None
         """Whether a sidecar is there or will come, as who attends the door says; None: nobody does."""
         self.attended = False
-        """Whether another thread waits at the door."""
+        """Whether another thread waits at the door, and says when a sidecar has left."""
+        self._left = False
         self._connection: socket.socket | None = None
         self._end = select.poll()
         """Of the connection."""
@@ -138,11 +144,13 @@ class SidecarClient:
         self._arrived = Flag()
         self._guard = Lock()
         """Held in each call, never while waiting, and for ever once the ring is let go of."""
-        self._answered = -1
-        """The sidecar's requests for a re-telling that were met; -1: the first is due unasked."""
+        self._answered = _FIRST
+        """The sidecar's requests for a re-telling that were met; below 0: none of `_source` has begun."""
         self._retell_interval_s = retell_interval_s
         self._retell_at = 0.0
-        self._source: RecordSource | None = None
+        self._source: Callable[[], object] = object
+        """Gives the cache that the last pump was of, and keeps it from nothing."""
+        self._said_other = False
         self._most_blocks = min(RETELL_BLOCKS, ring_bytes // (_PARTS * block_bytes))
         self._num_blocks = self._most_blocks
         """Blocks that the next part of a re-telling has."""
@@ -165,7 +173,7 @@ class SidecarClient:
     @property
     def connected(self) -> bool:
         """Whether a sidecar is there, as far as was noticed."""
-        return self._connection is not None or bool(self._arrivals)
+        return (self._connection is not None and not self._left) or bool(self._arrivals)
 
     @property
     def owned(self) -> bool:
@@ -207,10 +215,13 @@ class SidecarClient:
             self._arrivals.popleft().close()  # of one that left before it was taken
         self._arrivals.append(sidecar.connection)
         self._arrived.set()
-        with contextlib.suppress(OSError):  # what is in the ring woke the one before
-            os.eventfd_write(self._eventfd, 1)
+        wake(self._eventfd)  # what is in the ring woke the one before
         if self._closed:
             self._say_close()
+
+    def note_left(self) -> None:
+        """The sidecar that was let in last has gone, as who attends the door has seen."""
+        self._left = True
 
     def give_up(self) -> None:
         """Nobody will come any more."""
@@ -270,12 +281,16 @@ class SidecarClient:
     def pump(self, source: RecordSource) -> bool:
         """Hand over what changed in `source` since the last pump; call it every step, idle or not.
 
-        Answers the sidecar's requests for a resync (K2, K3). False when something was refused.
-        Raises ValueError, the first time it sees `source`, when that is not what the sidecar was
-        told: its page size or hash format is another.
+        True: all that there was to hand over was, or waits for its turn in a re-telling. False: it was
+        refused, and is counted; later pumps tell the whole state anew (K2, K3). Neither asks anything of
+        the caller. It waits for nothing, and does not say that a router has it: `flush` does.
+
+        `source` may be another cache than before, which it replaces (K4), and is not kept alive. Raises
+        ValueError, and goes on as before, for one whose page size or hash format is not what the sidecar
+        was told (`WorkerInfo`); TypeError for what is no cache.
         """
-        if source is not self._source:
-            self._check(source)
+        if source is not self._source():
+            self._take_up(source)
         if not self._enter():
             return False
         try:
@@ -301,8 +316,13 @@ class SidecarClient:
         flags = 0
         if (wanted := self._ring.resyncs) != self._answered and self._may_retell():
             source.begin_retell()
-            self._stats.retellings += self._answered >= 0
+            self._stats.retellings += self._answered != _FIRST
             flags, self._answered = FRESH, wanted
+        elif self._answered < 0:
+            if not source.retelling:
+                source.begin_retell()
+            dropped = source.take_records()  # the re-telling that is due has it
+            return self._reachable or not dropped or self._put(None, 0)
         telling = source.retelling and self._nearly_free()
         if telling:
             source.retell(self._num_blocks)
@@ -317,15 +337,30 @@ class SidecarClient:
             self._num_blocks = self._most_blocks
         return written
 
-    def _check(self, source: RecordSource) -> None:
+    def _take_up(self, source: RecordSource) -> None:
+        """From now on `source` is told of (K4)."""
         worker = self._worker
+        try:
+            page_size, hash_format = source.page_size, source.hash_format
+        except AttributeError:
+            raise TypeError(f"source: a {type(source).__name__} is no cache") from None
         for key, theirs, ours in (
-            ("block_size", worker.block_size, source.page_size),
-            ("hash_format", worker.hash_format, source.hash_format),
+            ("block_size", worker.block_size, page_size),
+            ("hash_format", worker.hash_format, hash_format),
         ):
             if theirs != ours:
                 raise ValueError(f"{key}: the sidecar was told {theirs}, the cache has {ours}")
-        self._source = source
+        if self._source is not object:
+            self._answered = _OTHER
+            if not self._said_other:
+                self._said_other = True
+                _log.warning(
+                    "pump: another cache than before; what that held is cleared, and this one told"
+                )
+        try:
+            self._source = weakref.ref(source)
+        except TypeError:  # of a class with slots
+            self._source = lambda: source
 
     def _may_retell(self) -> bool:
         now = time.monotonic()
@@ -343,7 +378,12 @@ class SidecarClient:
             self._end.register(arrived, select.POLLIN)
 
     def _notice_end(self) -> None:
-        """A look at the connection, without waiting; at the descriptor first, which is quicker."""
+        """A look at the connection, without waiting; at the descriptor first, which is quicker. Not where
+        somebody says when to: it lets go of the interpreter (see `wake`).
+        """
+        if self.attended and not self._left:
+            return
+        self._left = False
         if self._connection is None or not self._end.poll(0):
             return
         try:
@@ -386,8 +426,7 @@ class SidecarClient:
         else:
             stats.refused += 1
             stats.oversized += body is not None and len(body) > self._ring.most_bytes
-        with _awake_enough:
-            os.eventfd_write(self._eventfd, 1)
+        wake(self._eventfd)
         return written
 
     @property

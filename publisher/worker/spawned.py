@@ -65,7 +65,7 @@ class Sidecar(Closing):
         return self._meeting.path
 
     def pump(self, source: RecordSource) -> bool:
-        """See `SidecarClient.pump`."""
+        """Tell what changed in `source`, each step. See `SidecarClient.pump`."""
         return self.client.pump(source)
 
     def close(self, timeout_s: float = 5.0) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -14,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from publisher_link_rig import Peer, store, until
+from publisher_link_rig import Link, Peer, store, until
 from publisher_rig import PATIENCE_S, insert, make_cache, open_fds, short_folder
 
 from kvevents import (
@@ -27,7 +31,7 @@ from kvevents import (
     encode_batch,
 )
 from publisher import ClientStats, Sidecar, SidecarState, WorkerInfo, listen
-from publisher.link.messages import BATCH, PACKED
+from publisher.link.messages import BATCH, FRESH, PACKED
 from publisher.link.packed import Unpacked, unpack
 
 pytestmark = pytest.mark.integration
@@ -179,6 +183,128 @@ def test_every_number_is_written_or_refused(ops: list[tuple[int, int]]) -> None:
                 stats = client.stats
                 assert stats.offered == stats.written + stats.refused == client._ring.offered
             assert seen + len(peer.numbers()) == client.stats.written
+
+
+def test_a_pump_does_not_let_go_of_the_interpreter(link: tuple[Sidecar, Peer]) -> None:
+    """Beside a thread that takes it whenever it can, none of many pumps that tell something loses it:
+    they would have to wait until the other is interrupted, 5 ms each time. (Many, for one that lets go
+    may have it back before the other wakes.)
+    """
+    sidecar, peer = link
+    cache = make_cache(num_pages=400)
+    assert sidecar.pump(cache)
+    going, turns = True, 0
+
+    def run() -> None:
+        nonlocal turns
+        while going:
+            turns += 1
+            time.sleep(0)
+
+    before, other = sys.getswitchinterval(), threading.Thread(target=run)
+    sys.setswitchinterval(10.0)  # nobody is interrupted meanwhile
+    try:
+        other.start()
+        until(lambda: turns)
+        seen = turns
+        for first in range(0, 8 * 3000, 8):
+            insert(cache, range(first, first + 8))
+            assert sidecar.pump(cache)
+            assert peer.numbers()
+        assert turns == seen
+    finally:
+        going = False
+        sys.setswitchinterval(before)
+        other.join(PATIENCE_S)
+
+
+# ----------------------------------------------------------------------------------- other caches
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 6), st.integers(1, 9)), max_size=80),
+    st.sampled_from([0.0, 1e6]),
+)
+def test_two_caches_are_never_told_as_one(
+    ops: list[tuple[int, int, int]], retell_interval_s: float
+) -> None:
+    """K4: caches by turns, at any moment of a re-telling and with a ring that is often full: what is told
+    is of one at each moment, though their ids are the same; in the end it is what the last one holds.
+    """
+    caches = [make_cache(num_pages=400), make_cache(num_pages=400)]
+    blocks: list[set[int]] = [set(), set()]
+    with Link(ring_bytes=4096, retell_interval_s=retell_interval_s) as link:
+        client = link.client
+        for which, kind, size in ops:
+            cache, first = caches[which], 100_000 * (which + 1)
+            match kind:
+                case 0 | 1:
+                    insert(cache, range(first, first + 40 * size))
+                case 2:
+                    cache.evict(size)
+                case 3 | 4 | 5:
+                    client.pump(cache)
+                    last = cache
+                case _:
+                    link.take(size)
+            blocks[which] |= cache.resident_blocks()[StorageMedium.GPU]
+            told = link.index.resident.get(StorageMedium.GPU, set())
+            assert not (told & blocks[0] and told & blocks[1])
+        last = caches[len(ops) % 2]
+        client._retell_at, client._retell_interval_s = 0.0, 0.0
+        link.take()
+        client.pump(last)
+        while last.retelling or client._ring.resyncs != client._answered or link.take():
+            link.take()
+            client.pump(last)
+        assert link.index.resident == last.resident_blocks()
+
+
+def test_a_cache_that_is_gone_is_let_go_of(link: tuple[Sidecar, Peer]) -> None:
+    """The link keeps no cache alive, and one that is made in the place of another is another."""
+    sidecar, peer = link
+    cache = make_cache()
+    sidecar.pump(cache)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    for _ in range(2):
+        until(lambda: sidecar.pump(make_cache()) and peer.numbers())
+
+
+def test_a_cache_that_the_sidecar_is_not_for_changes_nothing(
+    link: tuple[Sidecar, Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused each time, by the field; so is what is no cache. The one before is told as ever."""
+    sidecar, peer = link
+    cache = make_cache()
+    assert sidecar.pump(cache)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"^block_size: the sidecar was told 4, the cache has 8$"
+        ):
+            sidecar.pump(make_cache(page_size=8))
+        with pytest.raises(TypeError, match=r"^source: a NoneType is no cache$"):
+            sidecar.pump(None)  # type: ignore[arg-type]
+    insert(cache, range(8))
+    assert sidecar.pump(cache)
+    assert [one.flags for one in peer.messages()] == [FRESH, 0]
+    assert caplog.records == []
+
+
+def test_another_cache_is_logged_once(
+    link: tuple[Sidecar, Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where two are pumped by turns somebody has to know why the view is told anew again and again."""
+    sidecar, _ = link
+    caches = [make_cache(), make_cache()]
+    for cache in caches * 3:
+        sidecar.pump(cache)
+    (line,) = caplog.records
+    assert line.levelno == logging.WARNING
+    assert line.getMessage().startswith("pump: another cache than before")
 
 
 # ------------------------------------------------------------------------------------------- close

@@ -141,6 +141,33 @@ def test_resyncs_that_follow_each_other_are_all_met() -> None:
         agree(sidecar, cache)
 
 
+def test_another_cache_takes_the_place_of_the_one_before() -> None:
+    """As when an engine makes its cache anew: the router's view is the new one's, empty or not, there and
+    back, and where the change comes amid a re-telling of either, or while the sidecar is away. Their
+    records' ids are the same.
+    """
+    full, other, empty = (make_cache(num_pages=2000) for _ in range(3))
+    for first in range(0, 4000, 400):
+        insert(full, range(first, first + 400))
+    insert(other, range(50_000, 50_040))
+    with start() as sidecar:
+        for cache in (full, other, full, empty, other):
+            agree(sidecar, cache)
+        for amid in (full, other):
+            agree(sidecar, empty)
+            until(lambda: sidecar.pump(full) and full.retelling)
+            insert(amid, range(60_000, 60_020))
+            sidecar.pump(other)
+            kill(sidecar.pid, signal.SIGUSR1)
+            sidecar.pump(full)
+            agree(sidecar, amid)
+        kill(pid := sidecar.pid)
+        sidecar.pump(empty)
+        back(sidecar, pid)
+        agree(sidecar, empty)
+        assert sidecar.client.stats.refused == 0
+
+
 @pytest.mark.parametrize("persist", ["all", "none"])
 def test_a_sidecar_from_elsewhere_comes_and_goes(folder: Path, persist: str) -> None:
     """One that the worker did not start, at its link: stopped in order, killed, and started again, it
