@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from hicache.agreement import Agreement, Alone
+from hicache.arguments import check_kind
 from hicache.flight import Flight, Flights
 from hicache.mover import Mover
 from hicache.node import Node, PageIndices
@@ -88,7 +89,8 @@ class Match:
 class Insertion:
     """What became of an insert.
 
-    `num_existing`: how many leading pages of the prompt the device held already. Of the pages the
+    `num_existing`: how many leading pages of the prompt, counted from its start and not from
+    `first_page`, the device held already. Of the pages the
     caller brought for those, the ones that are not the cache's own are duplicates: still the
     caller's, to free. `node`: the end of the prompt's whole pages.
     """
@@ -118,7 +120,8 @@ class CacheStats:
 class HiRadixCache:
     """A prefix cache over the pages of `device_pool`, which it shares with the caller.
 
-    A page is free, the caller's (allocated, not inserted) or the cache's (inserted, not evicted).
+    A page is free, the caller's (allocated, not inserted) or the cache's (inserted, not evicted). One
+    thread makes all the calls; the cache's own threads only copy.
 
     `host_pool`: the second tier, of the same shape. `storage`: the third, which needs the second.
     `transfers`: copies between the pools; by default what fits the device. `agreement`: how the ranks
@@ -126,7 +129,9 @@ class HiRadixCache:
     `hash_format`: see `kvevents.hashing`. `clock`: for deadlines, in seconds.
 
     A store that is not empty is announced: a clear, then what it holds. Raises ValueError for pools of
-    different shapes or page sizes, and for storage or transfers without a host pool.
+    different shapes or page sizes, for storage or transfers without a host pool (a store that was opened
+    for it stays open, and holds its directory, until its `close`), and for a hash format that is none;
+    TypeError for what is not of its type.
     """
 
     def __init__(
@@ -145,12 +150,15 @@ class HiRadixCache:
         _check_pools(device_pool, host_pool, storage, transfers)
         self.page_size = device_pool.page_size
         self.device_pool, self.host_pool = device_pool, host_pool
-        config = config or HiCacheConfig()
-        if not isinstance(config, HiCacheConfig):
-            raise TypeError(f"config: a {type(config).__name__} is not a HiCacheConfig")
+        config = HiCacheConfig() if config is None else config
+        check_kind("config", config, HiCacheConfig)
+        if agreement is not None and not hasattr(agreement, "least"):
+            raise TypeError(f"agreement: a {type(agreement).__name__} is none")
+        if hash_format not in tuple(HashFormat):
+            raise ValueError(f"hash_format: {hash_format!r} is none of {', '.join(HashFormat)}")
         self._config = config
         self._agreement = agreement = agreement or Alone()
-        self._hash_format = hash_format
+        self._hash_format = HashFormat(hash_format)
         self._clock = clock
         self._materializer: Materializer | None = None
         self._taken_as_records = False
@@ -241,7 +249,8 @@ class HiRadixCache:
         return Match(pages, device_end, self.page_size, num_host_pages, host_end)
 
     def allocate(self, num_pages: int) -> PageIndices | None:
-        """`num_pages` device pages for the caller, evicting as needed, which under write_back waits.
+        """Indices of `num_pages` device pages for the caller, an array("q"); their content is undefined.
+        Evicts as needed, which under write_back waits.
 
         None, and nothing evicted, when not even evicting all that is unlocked would do. Raises
         ValueError for a negative number.
@@ -262,9 +271,10 @@ class HiRadixCache:
     ) -> Insertion:
         """Cache the whole pages of `tokens` on the device.
 
-        `page_indices[i]` holds page `first_page + i` of the prompt; the pages before `first_page` are
-        on the device already (matched and locked). Pages that are new there become the cache's. Counts
-        as a use of the whole prompt. `priority`, for that policy: the highest given wins.
+        `tokens` are the prompt's from its start, `page_indices` what `allocate` gave, or any array, list
+        or tensor of ints: `page_indices[i]` holds page `first_page + i` of the prompt; the pages before
+        `first_page` are on the device already (matched and locked). Pages that are new there become the
+        cache's. Counts as a use of the whole prompt. `priority`, for that policy: the highest given wins.
 
         Raises ValueError, with nothing changed, when the number of indices is not that of the pages
         from `first_page` on, when an index is no page of the pool, when one for a new page is not the
@@ -323,7 +333,7 @@ class HiRadixCache:
                     break
 
     def free(self, page_indices: Any) -> None:
-        """Give back pages that are the caller's: duplicates, or those of an aborted request.
+        """Give back pages that are the caller's, in any order: duplicates, those of an aborted request.
 
         Raises ValueError, with none taken, unless all are the caller's and none comes twice.
         """
@@ -351,7 +361,8 @@ class HiRadixCache:
     def load_back(self, node: Node, *, max_pages: int | None = None) -> Flight | None:
         """Copy the host pages of the prefix that ends at `node` to the device; `node` is locked.
 
-        `done` of what it returns says when to match again. None, with nothing done, when there is
+        `done` of what it returns says when to match again. The copy keeps its pages locked by itself: a
+        request that is aborted meanwhile has only to `unlock`. None, with nothing done, when there is
         nothing to copy, fewer tokens than `load_back_threshold`, more than `max_pages`, or no room.
         """
         self._check_held(node)
@@ -427,7 +438,7 @@ class HiRadixCache:
     def settle(self, timeout_s: float) -> bool:
         """Tick until nothing is under way. False when that did not come about in time.
 
-        For shutdown, tests and tools: it waits.
+        For shutdown, tests and tools: it waits. It does not pump: what it lands is told by the next one.
         """
         deadline = time.monotonic() + timeout_s
         self.tick()
@@ -731,6 +742,9 @@ def _check_pools(
             if given is not None:
                 raise ValueError(f"{name}: needs a host_pool to read from and write to")
         return
+    for name, given, method in (("storage", storage, "attach"), ("transfers", transfers, "submit")):
+        if given is not None and not hasattr(given, method):
+            raise TypeError(f"{name}: a {type(given).__name__} is none")
     for field in ("page_size", "shape"):
         device, host = getattr(device_pool, field), getattr(host_pool, field)
         if device != host:

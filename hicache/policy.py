@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hicache.arguments import check_int, check_seconds
 from hicache.eviction import eviction_policy
 
 __all__ = ["HiCacheConfig", "PrefetchPolicy", "WritePolicy"]
@@ -77,14 +78,13 @@ class HiCacheConfig:
             value = getattr(self, field)
             if value is None and field in _OPTIONAL:
                 continue
-            if type(value) is not int:
-                raise TypeError(f"{field}: {value!r} is not an int")
-            if value < low:
-                raise ValueError(f"{field}: {value} is below {low}")
-        for field in ("prefetch_timeout_base_s", "prefetch_timeout_per_ki_token_s"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field}: {getattr(self, field)} is below 0")
-        if not self.transfer_timeout_s > 0:
+            check_int(field, value, low)
+        for field in (
+            *("prefetch_timeout_base_s", "prefetch_timeout_per_ki_token_s"),
+            "transfer_timeout_s",
+        ):
+            check_seconds(field, getattr(self, field))
+        if self.transfer_timeout_s == 0:
             raise ValueError(f"transfer_timeout_s: {self.transfer_timeout_s} is not above 0")
         eviction_policy(self.eviction_policy)
 

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 
 from hicache.allocator import PageAllocator
+from hicache.arguments import check_int
 from hicache.node import PageIndices
 
 __all__ = ["HostPool", "KVShape", "MLAShape", "PagePool", "Shape", "as_pages"]
@@ -76,13 +77,13 @@ Shape: TypeAlias = KVShape | MLAShape
 class PagePool:
     """The device's pages. `planes[i]` has shape (num_pages, page_size, *shape.plane_shape).
 
-    Raises ValueError for sizes below 1, and for a pool that the device has no room for.
+    Raises ValueError for sizes below 1, and for a pool that the device has no room for; TypeError.
     """
 
     def __init__(
         self, num_pages: int, page_size: int, shape: Shape, device: str | torch.device = "cpu"
     ) -> None:
-        _check_page_size(page_size)
+        _check_pool(num_pages, page_size, shape)
         self.num_pages, self.page_size, self.shape = num_pages, page_size, shape
         try:
             self.device = torch.device(device)
@@ -170,11 +171,12 @@ class HostPool:
     """The host's pages. `raw` has shape (num_pages, num_planes, bytes of a plane's page), uint8.
 
     Pinned when there is a CUDA device. The memory is the pool's own mapping; a page of it is faulted in
-    when it is first written. Raises ValueError for sizes below 1, and for more memory than is free.
+    when it is first written. Raises ValueError for sizes below 1, and for more memory than is free;
+    TypeError.
     """
 
     def __init__(self, num_pages: int, page_size: int, shape: Shape) -> None:
-        _check_page_size(page_size)
+        _check_pool(num_pages, page_size, shape)
         self.num_pages, self.page_size, self.shape = num_pages, page_size, shape
         _check_room("host", self.num_bytes)
         self.allocator = PageAllocator(num_pages)
@@ -194,6 +196,9 @@ class HostPool:
         """
         if (ratio is None) == (num_bytes is None):
             raise ValueError("ratio, num_bytes: give one of the two")
+        for name, given, kind in (("ratio", ratio, int | float), ("num_bytes", num_bytes, int)):
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{name}: {given!r} is not a number")
         if ratio is not None:
             if not abs(ratio) < 2**31:
                 raise ValueError(f"ratio: {ratio} is not below 2**31")
@@ -274,13 +279,14 @@ def _check_positive(shape: Shape, *fields: str) -> None:
     if not isinstance(shape.dtype, torch.dtype):
         raise TypeError(f"dtype: {shape.dtype!r} is not a torch.dtype")
     for field in fields:
-        if getattr(shape, field) < 1:
-            raise ValueError(f"{field}: {getattr(shape, field)} is below 1")
+        check_int(field, getattr(shape, field), 1)
 
 
-def _check_page_size(page_size: int) -> None:
-    if page_size < 1:
-        raise ValueError(f"page_size: {page_size} is below 1")
+def _check_pool(num_pages: int, page_size: int, shape: Shape) -> None:
+    check_int("num_pages", num_pages, 1)
+    check_int("page_size", page_size, 1)
+    if not isinstance(shape, Shape):
+        raise TypeError(f"shape: a {type(shape).__name__} is neither a KVShape nor an MLAShape")
 
 
 def _check_room(what: str, needed: int) -> None:

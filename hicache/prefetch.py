@@ -44,7 +44,7 @@ class _State(Enum):
 class Prefetch:
     """Opaque to an engine: take it from `prefetch`, ask `prefetch_done` about it.
 
-    `num_landed`: pages it brought to the host.
+    `num_landed`: pages, not tokens, that it has brought to the host.
     """
 
     def __init__(

@@ -17,12 +17,14 @@ The checksums of large pages are computed by a third thread, as far ahead of the
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from hicache.arguments import check_kind
 from hicache.background import BackgroundThread
 from hicache.node import PageIndices
 from hicache.pool import HostPool
@@ -54,8 +56,10 @@ class FileStorage:
     file system. To stay within both, the least recently used pages go, but never those of the prompt
     that is being stored. After a restart a page counts as used when it was written.
 
-    Raises StorageError for bounds out of range, and for a directory that cannot be had: not writable, or
-    in use by another store of the same format. Reads every file's trailer before it returns.
+    It holds the directory from here on, until `close`, which the cache that it is given to calls too;
+    that cache needs a host pool. Reads every file's trailer before it returns. Raises StorageError for
+    bounds out of range, and for a directory that cannot be had: not writable, or held by another store of
+    the same format; TypeError.
     """
 
     tier = Tier.DISK
@@ -70,10 +74,19 @@ class FileStorage:
         min_free_bytes: int = 1 << 30,
         keys: Callable[[PageFormat], KeyScheme] = file_keys,
     ) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            raise StorageError(f"max_bytes: {max_bytes} is below 1")
-        if min_free_bytes < 0:
-            raise StorageError(f"min_free_bytes: {min_free_bytes} is below 0")
+        check_kind("form", form, PageFormat)
+        if not isinstance(directory, str | os.PathLike):
+            raise TypeError(f"directory: {directory!r} is not a path")
+        for name, value, low in (
+            ("max_bytes", max_bytes, 1),
+            ("min_free_bytes", min_free_bytes, 0),
+        ):
+            if name == "max_bytes" and value is None:
+                continue
+            if not isinstance(value, int | float):
+                raise TypeError(f"{name}: {value!r} is not a number")
+            if not value >= low:
+                raise StorageError(f"{name}: {value} is below {low}")
         self.stats = StorageStats()
         self._form = form
         self._pool: HostPool | None = None

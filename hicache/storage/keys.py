@@ -15,6 +15,7 @@ from typing import Self, TypeAlias
 
 import msgspec
 
+from hicache.arguments import check_int, check_kind
 from hicache.pool import HostPool, KVShape, PagePool, Shape
 from hicache.storage.backend import StorageError
 
@@ -54,10 +55,10 @@ class PageFormat:
     pp_size: int = 1
 
     def __post_init__(self) -> None:
+        check_kind("model", self.model, str)
         if not self.model:
             raise ValueError("model: empty")
-        if self.page_size < 1:
-            raise ValueError(f"page_size: {self.page_size} is below 1")
+        check_int("page_size", self.page_size, 1)
         _check_rank("tp", self.tp_rank, self.tp_size)
         _check_rank("pp", self.pp_rank, self.pp_size)
 
@@ -65,7 +66,9 @@ class PageFormat:
     def of(
         cls, pool: PagePool | HostPool, model: str, *, tp_rank: int = 0, tp_size: int = 1
     ) -> Self:
-        """That of a pool's pages."""
+        """That of a pool's pages. Raises as `PageFormat` does, and TypeError for what is no pool."""
+        if not isinstance(pool, PagePool | HostPool):
+            raise TypeError(f"pool: a {type(pool).__name__} is neither a PagePool nor a HostPool")
         return cls(model, pool.shape, pool.page_size, tp_rank, tp_size)
 
     def check(self, pool: HostPool) -> None:

@@ -186,7 +186,8 @@ class PageFolder:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            error.strerror = f"another store of the same format uses it (it holds {path.name})"
+            held = f"(it holds {path.name})"
+            error.strerror = f"another store of the same format uses it, until it is closed {held}"
             raise
 
     def _path(self, key: bytes) -> str:

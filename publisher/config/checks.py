@@ -12,6 +12,7 @@ __all__ = [
     "check_choice",
     "check_flag",
     "check_int",
+    "check_kind",
     "check_path",
     "check_seconds",
     "check_text",
@@ -75,6 +76,12 @@ def check_seconds(key: str, value: object, low: float, high: float) -> None:
         raise ConfigError(f"{key}: {shown(value)} is not a number")
     if not low <= value <= high:
         raise ConfigError(f"{key}: {shown(value)} is not in {low}..{high}")
+
+
+def check_kind(key: str, value: object, kind: type) -> None:
+    """Raises ConfigError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{key}: {shown(value)} is not a {kind.__name__}")
 
 
 def check_text(key: str, value: object) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from kvevents.dialect import DIALECTS
 from publisher.config.checks import ConfigError, one_line, shown
-from publisher.config.config_file import read_file
+from publisher.config.config_file import in_file, read_file
 from publisher.config.engine_config import read_engine_sink
 from publisher.config.sidecar_config import (
     LogFormat,
@@ -178,6 +178,7 @@ def read_settings(
     """The settings. Raises ConfigError that names the flag, the variable or the key, in one line."""
     environ = os.environ if environ is None else environ
     data = {} if options.config is None else read_file("--config", options.config)
+    of_file = tuple(data)
     told: dict[str, str] = {}
     """By path of a key: the flag or variable that its value is from."""
     _take_sink_flags(data, options, told)
@@ -190,7 +191,8 @@ def read_settings(
         worker = _worker(config, options)
         _check(config, facts, worker)
     except ConfigError as error:
-        raise ConfigError(_renamed(str(error), told)) from None
+        said = in_file(_renamed(str(error), told), options.config or "-", of_file)
+        raise ConfigError(said) from None
     link = None if options.link is None else Path(options.link)
     return Settings(link, config, facts, options.forever, _shown(config, worker, options))
 

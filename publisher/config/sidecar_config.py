@@ -15,11 +15,13 @@ from publisher.config.checks import (
     ConfigError,
     check_choice,
     check_int,
+    check_kind,
     check_path,
     check_seconds,
     check_text,
     one_line,
     settle_none,
+    shown,
 )
 from publisher.config.endpoint import Endpoint, check_target
 from publisher.config.ports import Socket, check_sockets
@@ -77,7 +79,9 @@ class CurveConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
 class WorkerInfo(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Who the worker is. `block_size` is its page size in tokens, `hash_format` that of its cache.
 
-    `dp_size`: how many ranks share its configuration; None: this one and those before it.
+    `dp_rank`: its data-parallel rank, in every batch and added to ports. `dp_size`: how many ranks share
+    its configuration; None: this one and those before it. `model`, `worker_id`: for topics, and for
+    dialects that name them; the state is kept by `worker_id` where there is one.
     """
 
     block_size: int
@@ -89,6 +93,8 @@ class WorkerInfo(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
 
     def __post_init__(self) -> None:
         check_int("block_size", self.block_size, 1)
+        check_choice("hash_format", self.hash_format, tuple(HashFormat))
+        msgspec.structs.force_setattr(self, "hash_format", HashFormat(self.hash_format))
         check_int("dp_rank", self.dp_rank, 0, _MOST_RANKS)
         check_text("model", self.model)
         check_text("worker_id", self.worker_id)
@@ -131,13 +137,15 @@ class RelayConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
             if is_same(self.endpoint, self.replay_endpoint):
                 raise ConfigError(f"replay_endpoint: {self.endpoint} is the endpoint as well")
         check_text("topic", self.topic)
+        check_kind("worker", self.worker, WorkerInfo)
 
 
 class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The whole sidecar.
 
     `linger_s`: how long it stays after its worker is gone, for subscribers to hear of it.
-    `replay_timeout_s`: a replay client that takes nothing for so long is dropped. `relay`: the engine
+    `replay_timeout_s`: a replay client that takes nothing for so long is dropped;
+    `subscriber_timeout_s`: so is a subscriber, over TCP. `relay`: the engine
     to listen to; None: the worker is at the link. `state_dir`: where journals and seqs are kept; None: a
     folder of the user's own among the temporary files. `persist`: what is kept there. `on_lost_state`:
     when a seq that was kept is gone or damaged, start at 0, or do not start. `http_endpoint`: where
@@ -147,6 +155,7 @@ class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
     sinks: tuple[SinkConfig, ...] = (SinkConfig(),)
     linger_s: float = 1.0
     replay_timeout_s: float = 10.0
+    subscriber_timeout_s: float = 30.0
     relay: RelayConfig | None = None
     state_dir: str | None = None
     persist: Persist = "all"
@@ -157,11 +166,11 @@ class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
     curve: CurveConfig | None = None
 
     def __post_init__(self) -> None:
-        if not self.sinks:
-            raise ConfigError("sinks: at least one is needed")
+        self._check_sinks()
         self._name_sinks()
         check_seconds("linger_s", self.linger_s, 0, 60)
         check_seconds("replay_timeout_s", self.replay_timeout_s, 0.1, 3600)
+        check_seconds("subscriber_timeout_s", self.subscriber_timeout_s, 1, 3600)
         if self.state_dir is not None:
             check_path("state_dir", self.state_dir)
         check_choice("persist", self.persist, typing.get_args(Persist))
@@ -171,12 +180,23 @@ class SidecarConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
             Endpoint.parse_http("http_endpoint", self.http_endpoint)
         check_choice("log_format", self.log_format, typing.get_args(LogFormat))
         check_choice("log_level", self.log_level, typing.get_args(LogLevel))
+        for name, kind in (("relay", RelayConfig), ("curve", CurveConfig)):
+            if getattr(self, name) is not None:
+                check_kind(name, getattr(self, name), kind)
 
     def http_endpoint_of(self, dp_rank: int) -> str | None:
         """Where HTTP of one rank is served."""
         if self.http_endpoint is None:
             return None
         return str(Endpoint.parse_http("http_endpoint", self.http_endpoint).for_rank(dp_rank))
+
+    def _check_sinks(self) -> None:
+        if not isinstance(self.sinks, (list, tuple)):
+            raise ConfigError(f"sinks: {shown(self.sinks)} is not a tuple of SinkConfig")
+        if not self.sinks:
+            raise ConfigError("sinks: at least one is needed")
+        for place, sink in enumerate(self.sinks):
+            check_kind(f"sinks[{place}]", sink, SinkConfig)
 
     def _name_sinks(self) -> None:
         names: set[str] = set()

@@ -750,6 +750,45 @@ def test_garbage_is_refused_in_one_line(data: Any) -> None:
         assert len(said) < 1000
 
 
+WHOLE: dict[type[msgspec.Struct], dict[str, Any]] = {
+    SidecarConfig: {},
+    SinkConfig: {},
+    WorkerInfo: {"block_size": 4},
+    CurveConfig: {"secret_key": "a", "client_keys": "b"},
+    RelayConfig: {"endpoint": "tcp://h:1", "worker": WorkerInfo(block_size=4)},
+}
+ODD: list[Any] = [
+    *(None, True, 3, -1, 1.5, math.nan, "x", "", b"b", (), ("x",), [1], {}, {"a": 1}, object()),
+    *(SinkConfig(), WorkerInfo(block_size=1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [(kind, field) for kind in WHOLE for field in kind.__struct_fields__]
+)
+def test_a_field_of_another_type_is_refused_by_name(kind: type[msgspec.Struct], field: str) -> None:
+    """In Python too, where nothing but us looks at types: what is taken can be written and read again,
+    as it is on its way to the sidecar, and what is not is one ConfigError that begins with the field.
+    """
+    for odd in ODD:
+        try:
+            made = kind(**WHOLE[kind] | {field: odd})
+        except ConfigError as error:
+            said = str(error)
+        else:
+            assert msgspec.json.decode(msgspec.json.encode(made), type=kind) == made
+            continue
+        assert re.match(rf"{field}\b", said), odd
+
+
+def test_a_sink_by_itself_is_not_several() -> None:
+    """The message says what was wanted, not what Python could not do."""
+    with pytest.raises(ConfigError, match=r"^sinks: SinkConfig\(.*is not a tuple of SinkConfig$"):
+        SidecarConfig(sinks=SinkConfig())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^sinks\[1\]: 'x' is not a SinkConfig$"):
+        SidecarConfig(sinks=(SinkConfig(), "x"))  # type: ignore[arg-type]
+
+
 def test_a_worker_says_what_a_topic_may() -> None:
     """Its rank, its model, its id, as text."""
     worker = WorkerInfo(

@@ -32,6 +32,7 @@ from publisher.demo.options import BUNDLED_TRACE, add_options, read_options
 from publisher.demo.report import bar, difference, json_summary, text_summary
 from publisher.demo.trace import Request, pages_of, prompt, read_trace, reply
 
+README = Path(__file__).parents[2] / "README.md"
 FREE_PORTS = ("--endpoint", LOOPBACK, "--replay-endpoint", LOOPBACK)
 KEYS = {
     *("requests", "hit_rate", "stored_blocks", "removed_blocks", "batches", "gaps", "replayed"),
@@ -87,6 +88,9 @@ def test_the_router_sees_what_the_cache_holds() -> None:
     assert found["joined_at"] > 0 and found["replayed"] > 0
     assert (found["lost"], found["refused"], found["wrong_pages"]) == (0, 0, 0)
     assert 0 < found["hit_rate"] < 1
+    assert found["checked_pages"] > 0
+    assert 0 < found["publish_cpu_us_p50"] <= found["publish_cpu_us_p99"]
+    assert found["blocks_per_step"] >= 1
 
 
 @pytest.mark.integration
@@ -407,6 +411,10 @@ SAID_BY_WORKER: dict[str, Any] = {
         **dict.fromkeys(("requests", "stored_blocks", "removed_blocks", "events", "batches"), 4),
         **dict.fromkeys(("too_large", "refused", "retellings", "wrong_pages"), 0),
         **dict.fromkeys(("publish_us_p50", "publish_us_p99", "hit_rate"), 0.5),
+        "publish_cpu_us_p50": 40.0,
+        "publish_cpu_us_p99": 1234.0,
+        "blocks_per_step": 7.4,
+        "checked_pages": 1500,
         "seconds": 0.0,
         "worker_mb_when_full": None,
         "worker_mb": 1.0,
@@ -438,6 +446,33 @@ def test_the_verdict_is_the_comparison(
     assert summary["view_equal"] is summary["tiers"]["GPU"]["view_equal"] is equal
     assert summary.keys() >= KEYS
     assert list(text_summary(summary, 256))[-1] == verdict
+
+
+def test_the_text_says_what_was_checked_and_what_is_measured() -> None:
+    """As --json does: how many pages were compared with what they have to be, and how many were wrong;
+    the thread's own time beside the clock's, and for how many blocks.
+    """
+    said = dict(SAID_BY_WORKER["summary"], wrong_pages=2, violations=["T1: of the tree"])
+    lines = list(text_summary(json_summary(SAID_BY_WORKER | {"summary": said}, None), 256))
+    (pages,) = (line for line in lines if line.startswith("KV pages"))
+    assert "1,500 read back on a hit, 2 of them wrong; 1 invariants of the cache broken" in pages
+    (cost,) = (line for line in lines if line.startswith("publish cost"))
+    assert "40 µs p50, 1,234 µs p99 of the worker's CPU" in cost and "7 blocks" in cost
+    (clock,) = (line for line in lines if line.startswith("publish time"))
+    assert "0 µs p50, 0 µs p99 by the clock" in clock
+
+
+def test_the_sample_of_the_readme_has_the_lines_of_a_summary() -> None:
+    """Each line of it begins as one of a summary does, and they are in that order."""
+    (sample,) = re.findall(r"^publishes on .*?^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    shown = [line[:14] for line in sample.splitlines()[1:-1] if not line.startswith("...")]
+    summary = SAID_BY_WORKER["summary"]
+    tiers = dict.fromkeys(("GPU", "CPU_PINNED", "DISK"), summary["tiers"]["GPU"])
+    worker = {"summary": summary | {"tiers": tiers}, "blocks": {medium: ["1"] for medium in tiers}}
+    router = {"view": worker["blocks"], "joined_at": 3, "gaps": 0, "replayed": 1, "lost": 0}
+    lines = [line[:14] for line in text_summary(json_summary(worker, router), 256)]
+    assert [line for line in lines if line in shown] == shown
+    assert {"publish cost  ", "KV pages      "} <= set(shown)
 
 
 # ------------------------------------------------------------------------------------------ trace

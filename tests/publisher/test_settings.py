@@ -182,15 +182,25 @@ def test_a_file_is_loaded_as_it_is_read(tmp_path: Path) -> None:
     file.write_text('linger_s = 2\n[[sinks]]\nmode = "connect"\nendpoint = "tcp://r:1"\n')
     assert load_config(file) == load_config(str(file)) == config("--config", str(file))
     file.write_text("linger_s = 99")
-    with pytest.raises(ConfigError, match=r"^linger_s: 99\.0 is not in 0\.\.60$"):
+    with pytest.raises(ConfigError, match=rf"^linger_s: 99\.0 is not in 0\.\.60 \(in {file}\)$"):
         load_config(file)
     for path, said in (
         (tmp_path / "missing.json", rf"^path: {tmp_path}/missing\.json: No such file"),
-        (tmp_path / "a.yaml", r"^path: .*/a\.yaml ends in neither \.json nor \.toml$"),
+        (tmp_path / "a.yaml", r"^path: .*/a\.yaml: ends in neither \.json nor \.toml$"),
         ("-", "^path: - is no file$"),
     ):
         with pytest.raises(ConfigError, match=said):
             load_config(path)
+
+
+def test_a_file_is_named_for_its_own_keys_alone(tmp_path: Path) -> None:
+    """Not for what a flag or a variable says, nor for a key that is not in it."""
+    file = tmp_path / "sidecar.toml"
+    file.write_text('log_level = "info"\n[[sinks]]\ntopic = "{pod_ip}"')
+    given = ("--check", "--config", str(file))
+    assert refusal(*given).endswith(f"the environment has no POD_IP (in {file})")
+    for flags in (("--topic", "{"), ("--http-endpoint", "x")):
+        assert str(file) not in refusal(*given, *flags)
 
 
 def test_variables_that_nobody_reads_are_named() -> None:
@@ -351,36 +361,42 @@ def test_a_topic_of_a_pod_is_taken_where_there_is_one() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.json", b"{", "--config: Input data was truncated"),
-        ("a.json", b"", "--config: Input data was truncated"),
-        ("a.json", b"[]", "--config: [] is not an object"),
-        ("a.json", b'{"a": "\xff"}', "--config: Invalid UTF-8"),
-        ("a.json", b'{"linger_s": NaN}', "--config: JSON is malformed"),
-        ("a.json", b'{"linger_s": 1e999}', "--config: Number out of range"),
-        ("a.json", b'{"hwm": 1' + b"0" * 5000 + b"}", "--config: "),
-        ("a.json", b'{"sinks": ' + b"[" * 100_000, "--config: nested too deeply"),
-        ("a.json", b" " * (1 << 20) + b"{}", "--config: longer than 1048576 bytes"),
-        ("a.toml", b"a = ", "--config: Invalid value (at end of document)"),
-        ("a.toml", b"\xff", "--config: 'utf-8' codec can't decode"),
-        ("a.toml", b"linger_s = nan", "linger_s: nan is not in 0..60"),
+        ("a.json", b"{", "--config: {file}: Input data was truncated"),
+        ("a.json", b"", "--config: {file}: Input data was truncated"),
+        ("a.json", b"[]", "--config: {file}: [] is not an object"),
+        ("a.json", b'{"a": "\xff"}', "--config: {file}: Invalid UTF-8"),
+        ("a.json", b'{"linger_s": NaN}', "--config: {file}: JSON is malformed"),
+        ("a.json", b'{"linger_s": 1e999}', "--config: {file}: Number out of range"),
+        ("a.json", b'{"hwm": 1' + b"0" * 5000 + b"}", "--config: {file}: "),
+        ("a.json", b'{"sinks": ' + b"[" * 100_000, "--config: {file}: nested too deeply"),
+        ("a.json", b" " * (1 << 20) + b"{}", "--config: {file}: longer than 1048576 bytes"),
+        ("a.toml", b"a = ", "--config: {file}: Invalid value (at end of document)"),
+        ("a.toml", b"\xff", "--config: {file}: 'utf-8' codec can't decode"),
+        ("a.toml", b"linger_s = nan", "linger_s: nan is not in 0..60 (in {file})"),
         ("a.toml", b"linger_s = inf", "linger_s: inf is not in 0..60"),
-        ("a.toml", b"linger_s = 1" + b"0" * 5000, "--config: "),
+        ("a.toml", b"linger_s = 1" + b"0" * 5000, "--config: {file}: "),
         ("a.toml", b"linger_s = 2000-01-01", "linger_s: Expected `float`, got `date"),
-        ("a.toml", b"sinks = " + b"[" * 100_000, "--config: nested too deeply"),
-        ("a.toml", b"sinks = [{hwm = 0}]", "sinks[0].hwm: 0 is not in 1..2147483647"),
+        ("a.toml", b"sinks = " + b"[" * 100_000, "--config: {file}: nested too deeply"),
+        ("a.toml", b"sinks = [{hwm = 0}]", "sinks[0].hwm: 0 is not in 1..2147483647 (in {file})"),
         ("a.toml", b"a" + b".a" * 300 + b" = 1", "a: no such key"),
         ("a.toml", b'"a\\nb" = 1', "a b: no such key"),
-        ("a.yaml", b"", "--config: "),
+        ("a.toml", b"relay = 1", "relay: Expected `object | null`, got `int` (in {file})"),
+        (
+            "a.toml",
+            b'[relay]\nendpoint = "tcp://h:1"\nworker.block_size = "x"',
+            "relay.worker.block_size: Expected `int`, got `str` (in {file})",
+        ),
+        ("a.yaml", b"", "--config: {file}: ends in neither .json nor .toml"),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, name: str, text: bytes, said: str) -> None:
     """Cut short, not UTF-8, nested without end, of numbers beyond all bounds, too long, of no known kind:
-    the message says which, in one line of a bounded length.
+    the message says which, and the file, in one line of a bounded length.
     """
     file = tmp_path / name
     file.write_bytes(text)
-    message = refusal(*LINK, "--config", str(file))
-    assert message.startswith(said)
+    message = refusal("--check", "--config", str(file))
+    assert message.startswith(said.replace("{file}", str(file)))
     assert len(message) < 600
 
 
@@ -394,7 +410,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path, said in (
         (missing, f"--config: {missing}: No such file or directory"),
         (folder, f"--config: {folder}: Is a directory"),
-        (endless, "--config: longer than 1048576 bytes"),
+        (endless, f"--config: {endless}: longer than 1048576 bytes"),
     ):
         assert refusal(*LINK, "--config", str(path)) == said
 
