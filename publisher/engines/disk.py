@@ -58,8 +58,9 @@ class Holdings:
                 self._store(event)
             elif type(event) is BlockRemoved and event.medium is not None:
                 bit = _BITS[event.medium]
-                left += [(canonical_hash(one), bit) for one in event.block_hashes]
-                self._remove(left[-len(event.block_hashes) :])
+                gone = [(canonical_hash(one), bit) for one in event.block_hashes]
+                self._remove(gone)
+                left += gone
             elif isinstance(event, AllBlocksCleared):
                 self._blocks.clear()
         for block_hash, _ in left:
@@ -70,6 +71,8 @@ class Holdings:
     def _store(self, event: BlockStored) -> None:
         if event.extra_keys is not None or event.medium is None:
             return  # what is of more than tokens and names is not told of a disk
+        if type(event.block_size) is not int:
+            return
         try:
             step, tokens = event.block_size * TOKEN_BYTES, pack_tokens(event.token_ids)
             space = Namespace(event.lora_name, event.cache_salt, event.extra_key)
@@ -113,6 +116,10 @@ class Meeting:
         self._publisher: EngineSidecar | None = None
         self._storage: Tells | None = None
         self.known = Holdings()
+
+    @property
+    def has_publisher(self) -> bool:
+        return self._publisher is not None
 
     def join_publisher(self, publisher: EngineSidecar) -> None:
         with self._lock:

@@ -106,7 +106,7 @@ class EventReader:
         """Raises ValueError for one that is unknown."""
         medium = self._media.get(text)
         if medium is None:
-            medium = self._media[text] = StorageMedium(str.__str__(text))
+            medium = self._media[text] = StorageMedium(text)
         return medium
 
     def _by_its_bytes(self, event: Any) -> Event | None:

@@ -10,6 +10,7 @@ D2  A page is kept behind the one before it or at a prompt's start; behind one t
 
 from __future__ import annotations
 
+import logging
 import threading
 from array import array
 from collections.abc import Callable
@@ -36,10 +37,16 @@ _CALL_PAGES = 128
 """SGLang asks for no more at once."""
 _TOLD_BLOCKS = 256
 """In one batch."""
+_NO_PUBLISHER = 'this process has no publisher "sidecar"'
+
+_log = logging.getLogger("kvevents.engines")
 
 
 class ToldPages:
-    """A FileStorage, and what is told of it. Any thread. Raises StorageError as FileStorage does."""
+    """A FileStorage, and what is told of it. Any thread. Raises StorageError as FileStorage does.
+
+    `told`: whether a publisher is to be in this process, so that without one it is said.
+    """
 
     def __init__(
         self,
@@ -48,9 +55,10 @@ class ToldPages:
         *,
         max_bytes: int | None = None,
         min_free_bytes: int = 1 << 30,
+        told: bool = True,
         meeting: Meeting = MEETING,
     ) -> None:
-        self._meeting = meeting
+        self._meeting, self._is_told = meeting, told
         self._store = FileStorage(
             directory, form, max_bytes=max_bytes, min_free_bytes=min_free_bytes
         )
@@ -68,6 +76,7 @@ class ToldPages:
         self._coming: set[bytes] = set()
         """Pages of the `put` under way that were not lost again."""
         self._closed = False
+        self._said: set[str] = set()
         self._teller = BackgroundThread("kv-storage-tell")
         self._meeting.join_storage(self)
 
@@ -151,7 +160,19 @@ class ToldPages:
                     events.append(self._stored(block_hash, block.parent, page))
             self._coming = set()
             self._meeting.tell(merge_events(events))
+        if stored and self._is_told and not self._meeting.has_publisher:
+            self._say("pages are stored, and no router hears of them: %s", _NO_PUBLISHER)
+        if stored < len(pages) and not self._closed:
+            reason = self._store.stats.last_error.removeprefix("put: ")
+            self._say("pages were not stored: %s", reason)
         return stored
+
+    def _say(self, message: str, reason: str) -> None:
+        """Each kind once: what begins alike, as numbers and paths come last."""
+        kind = " ".join(reason.split()[:3])
+        if kind not in self._said:
+            self._said.add(kind)
+            _log.warning(message, reason)
 
     def clear(self) -> None:
         with self._writing, self._telling:

@@ -96,7 +96,7 @@ class SidecarPublisher:
         source = {
             "dp_rank": sidecar.dp_rank,
             "endpoint": _local(bound.endpoint),
-            "topic": sink.topic,
+            "topic": sidecar.topic,
             "block_size": block_size,
         }
         if bound.replay_endpoint is not None:

@@ -50,6 +50,7 @@ class SidecarStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang's, untyped
             form,
             max_bytes=options.max_bytes,
             min_free_bytes=options.min_free_bytes,
+            told=_is_of_a_publisher(self._config),
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -224,6 +225,11 @@ def _format(config: Any, pool: Any, page: torch.Tensor) -> PageFormat:
     model = "|".join(map(str, (*parts, *ranks, *stage)))
     shape = MLAShape(num_layers=1, latent_dim=num_bytes // pool.page_size, dtype=torch.uint8)
     return PageFormat(model, shape, pool.page_size)
+
+
+def _is_of_a_publisher(config: Any) -> bool:
+    """Whether this is one of the ranks of which SGLang has a publisher: one for each cache."""
+    return not (config.tp_rank or config.pp_rank or config.attn_cp_rank)
 
 
 def _read_options(config: Any) -> _Options:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvevents.events import AllBlocksCleared, BlockStored, Event, KVEventBatch
+from publisher.config.endpoint import Endpoint
 from publisher.config.sidecar_config import WorkerInfo
 from publisher.engines.disk import MEETING, Holdings, Meeting
 from publisher.engines.events import EventReader
@@ -38,6 +39,7 @@ _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 30.0
 _FOR_EVER = Respawn(attempts=2**31)
 """An engine runs for weeks, and nobody starts it again for its publisher's sake."""
 _MOST_SAID = 64
+_DOES = {"bind": "publishes at", "connect": "connects, for a router to bind there, to"}
 _FULL_PAUSE_S = 0.01
 """Between looks whether a link that was full has room again."""
 _LAST_S = 1.0
@@ -95,12 +97,26 @@ class EngineSidecar:
         self._meeting.join_publisher(self)
         if block_size is not None:
             self._begin(worker)
+        else:  # a warning: of other lines than its own vLLM shows no lesser ones
+            _log.warning(
+                "the sidecar of rank %d waits for the first stored block, which tells the block size;"
+                " give worker.block_size in the file of KVEVENTS_CONFIG to have it at once",
+                dp_rank,
+            )
 
     @property
     def bound(self) -> Bound | None:
         """Where the first sink listens; None while that is not known."""
         sidecar = self.sidecar
         return sidecar.client.sinks[0] if sidecar is not None and sidecar.client.sinks else None
+
+    @property
+    def topic(self) -> str:
+        """What the first sink's messages begin with."""
+        sink, bound = self.told.config.sinks[0], self.bound
+        endpoint = sink.endpoints_of(self.dp_rank)[0] if bound is None else bound.endpoint
+        port = Endpoint.parse("endpoint", endpoint.partition(",")[0]).port
+        return self.told.first_topic(self._worker(1), port)
 
     def _worker(self, block_size: int) -> WorkerInfo:
         return self.told.worker_info(self.dp_rank, **{**self._engine, "block_size": block_size})
@@ -261,10 +277,15 @@ class EngineSidecar:
                 )
                 return False
         _log.info(
-            "the sidecar of rank %d (pid %d) publishes at %s",
+            "the sidecar of rank %d (pid %d) %s",
             self.dp_rank,
             self.sidecar.pid,
-            ", ".join(sink.endpoint for sink in self.sidecar.client.sinks),
+            ", ".join(
+                f"{_DOES[sink.mode]} {bound.endpoint}"
+                for sink, bound in zip(
+                    self.told.config.sinks, self.sidecar.client.sinks, strict=True
+                )
+            ),
         )
         if self.dropped:
             _log.warning("%d batches were dropped before the sidecar was ready", self.dropped)
@@ -286,15 +307,14 @@ class EngineSidecar:
 
     def _hand_over_the_last(self, client: SidecarClient) -> None:
         deadline = time.monotonic() + _LAST_S
-        while self._queue:
-            with self._turn:
-                handed_over = self._put_all(client)
-            if not handed_over:
-                if time.monotonic() > deadline:
-                    _log.warning("%d batches are lost: the sidecar does not read", len(self._queue))
-                    self.dropped += len(self._queue)
-                    self._queue.clear()
-                time.sleep(_FULL_PAUSE_S)
+        while time.monotonic() < deadline:
+            with self._turn:  # once at least: another thread may have a batch in its hands
+                if self._put_all(client):
+                    return
+            time.sleep(_FULL_PAUSE_S)
+        _log.warning("%d batches are lost: the sidecar does not read", len(self._queue))
+        self.dropped += len(self._queue)
+        self._queue.clear()
 
 
 def _most_bytes(batch: KVEventBatch) -> int:

@@ -55,6 +55,8 @@ _OF_SIDECAR = tuple(
     name for name in SidecarConfig.__struct_fields__ if name not in ("sinks", "relay")
 )
 _KNOWN = (*SinkConfig.__struct_fields__, *_ONLY_ENGINES, *_OF_WORKER, *_OF_SIDECAR, "sinks")
+_OF_ANOTHER = {"sglang": ("enable_kv_cache_events",), "vllm": ("bind", "format")}
+"""What an engine has no such key for, by its dialect: taken, and not offered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,19 @@ class Told:
             raise ConfigError(f"{OPTION}: {error}") from None
         return worker
 
+    def first_topic(self, worker: WorkerInfo, port: int | None) -> str:
+        """What the first sink, at `port`, puts before its messages."""
+        return render_topic("topic", self.config.sinks[0].topic, _facts(worker, port)).decode()
+
     def _check_topics(self, worker: WorkerInfo) -> None:
-        facts = {**pod_facts(os.environ), **worker.facts(), "port": "0"}
         for place, sink in enumerate(self.config.sinks):
             if topic_fields(sink.topic):
-                render_topic(f"sinks[{place}].topic", sink.topic, facts)
+                render_topic(f"sinks[{place}].topic", sink.topic, _facts(worker, 0))
+
+
+def _facts(worker: WorkerInfo, port: int | None) -> dict[str, str]:
+    known = {} if port is None else {"port": str(port)}
+    return {**pod_facts(os.environ), **worker.facts(), **known}
 
 
 def changed(keys: Mapping[str, Any]) -> Data:
@@ -105,14 +115,13 @@ def read_told(said: Mapping[str, Any], environ: Mapping[str, str], *, dialect: s
     try:
         for key, value in said.items():
             if key not in _KNOWN:
-                raise unknown_key(key, key, _KNOWN)
+                offered = [one for one in _KNOWN if one not in _OF_ANOTHER.get(dialect, ())]
+                raise unknown_key(key, key, offered)
             _check_text(key, value)
         max_queue_size = said.get("max_queue_size", _ENGINES["max_queue_size"])
         check_int("max_queue_size", max_queue_size, 0)
         worker = {name: said[name] for name in _OF_WORKER if name in said}
-        read_config(WorkerInfo, {"block_size": 1, "dp_rank": 0} | worker)
         own = {name: said[name] for name in _OF_SIDECAR if name in said}
-        read_config(SidecarConfig, own)
         sinks = [*_first_sinks(said, file, dialect), *_more_sinks(said)]
         config = read_config(SidecarConfig, {**file, **own, "sinks": sinks})
     except ConfigError as error:

@@ -24,7 +24,11 @@ def register() -> None:
     switch = os.environ.get(SWITCH, "").strip().lower()
     if switch not in _ON:
         if switch not in _OFF:
-            _log.warning("%s: %r is neither 1 nor 0; vLLM publishes itself", SWITCH, switch)
+            _log.warning(
+                "%s: %r is none of 1, true, yes, on, 0, false, no, off; vLLM publishes itself",
+                SWITCH,
+                switch,
+            )
         return
     try:
         from vllm.distributed.kv_events import (
@@ -81,7 +85,7 @@ class SidecarPublisher:
             replay_endpoint=replay_endpoint,
             buffer_steps=sink.buffer_steps,
             hwm=sink.hwm,
-            topic=sink.topic,
+            topic=sidecar.topic,
             **known,
         )
 

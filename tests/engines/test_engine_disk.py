@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -86,12 +88,41 @@ def test_what_is_stored_is_read_back(pages: ToldPages) -> None:
     assert pages.exists_prefix(keys) == pages.write(keys, [], page) == 0
 
 
+def test_pages_of_which_nobody_hears(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Are said once; not where no publisher is to be."""
+    for told, said in ((True, 1), (False, 0)):
+        meeting, folder = Meeting(), tmp_path / str(told)
+        pages = ToldPages(folder, FORM, min_free_bytes=0, told=told, meeting=meeting)
+        with caplog.at_level(logging.WARNING):
+            assert pages.write(keys_of(0, 2), [], page) == 2
+            assert pages.write(keys_of(100, 2), [], page) == 2
+        pages.close()
+        lines = [one for one in caplog.messages if "no router hears of them" in one]
+        assert len(lines) == said
+        caplog.clear()
+
+
+def test_pages_without_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Are said once, and why."""
+    pages = ToldPages(tmp_path, FORM, min_free_bytes=1 << 60, told=False, meeting=Meeting())
+    with caplog.at_level(logging.WARNING):
+        assert pages.write(keys_of(0, 2), [], page) == 0
+        assert pages.write(keys_of(100, 2), [], page) == 0
+    pages.close()
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"pages were not stored: no room for \d+ bytes within max_bytes and min_free_bytes", line
+    )
+
+
 @pytest.mark.integration
-def test_pages_are_told_and_told_again(tmp_path: Path, meeting: Meeting, pages: ToldPages) -> None:
+def test_pages_are_told_and_told_again(
+    tmp_path: Path, meeting: Meeting, pages: ToldPages, caplog: pytest.LogCaptureFixture
+) -> None:
     """As they are stored, if the engine told of them; all of them after a clear; their end when they are
     removed.
     """
-    with rank_of(tmp_path, meeting=meeting) as rank:
+    with rank_of(tmp_path, meeting=meeting) as rank, caplog.at_level(logging.WARNING):
         event = stored(0, 5)
         rank.publish(1.0, [event], None)
         assert pages.write(keys_of(0, 3), [], page) == 3
@@ -105,6 +136,7 @@ def test_pages_are_told_and_told_again(tmp_path: Path, meeting: Meeting, pages: 
         pages.clear()
         until(lambda: not on_disk(tmp_path))
         assert pages.exists_prefix(keys_of(0, 1)) == 0
+    assert not caplog.messages
 
 
 @pytest.mark.integration

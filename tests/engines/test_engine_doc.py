@@ -44,13 +44,19 @@ def test_the_options(keys: dict[str, Any]) -> None:
 
 
 def test_the_file(tmp_path: Path) -> None:
-    """It says what the text says of it."""
-    (block,) = blocks("toml")
+    """It says what the text says of it; vLLM's has the block size of its command."""
     path = tmp_path / "kvevents.toml"
-    path.write_text(block)
-    told = read({}, {"KVEVENTS_CONFIG": str(path)})
-    assert told.config.state_dir == "/var/lib/kvevents"
-    assert told.worker_info(0).block_size == 16
+    files: list[Told] = []
+    for block in blocks("toml"):
+        path.write_text(block)
+        files.append(read({}, {"KVEVENTS_CONFIG": str(path)}))
+    sglang, vllm = files
+    assert sglang.config.state_dir == "/var/lib/kvevents"
+    assert sglang.worker["worker_id"] == "worker-0"
+    (command,) = [words(block) for block in blocks("sh") if block.startswith("KVEVENTS_SIDECAR")]
+    size = int(command[command.index("--block-size") + 1])
+    assert vllm.worker_info(0).block_size == size
+    assert f"KVEVENTS_CONFIG={blocks('toml')[1].split()[1]}" in command
 
 
 def test_the_relay(capsys: pytest.CaptureFixture[str]) -> None:

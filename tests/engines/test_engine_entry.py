@@ -8,6 +8,7 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,20 @@ def test_without_an_engine(
     assert "vLLM's publishers are not where they were" in caplog.text
 
 
+@pytest.mark.parametrize("switch", ["1", "true", "Yes", "on"])
+def test_all_values_of_the_switch(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that the page names puts our publisher in the place of vLLM's."""
+    kv_events = ModuleType("vllm.distributed.kv_events")
+    registry: dict[str, object] = {"zmq": object}
+    factory = SimpleNamespace(_registry=registry)
+    monkeypatch.setattr(kv_events, "EventPublisherFactory", factory, raising=False)
+    monkeypatch.setitem(sys.modules, kv_events.__name__, kv_events)
+    monkeypatch.setenv(vllm.SWITCH, switch)
+    vllm.register()
+    assert registry == {"zmq": vllm.SidecarPublisher}
+    assert f"`{switch.lower()}`" in (ROOT / "docs/engines.md").read_text()
+
+
 @pytest.mark.parametrize(("switch", "said"), [("", False), ("0", False), ("perhaps", True)])
 def test_vllm_is_left_alone_without_the_switch(
     switch: str, said: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -50,7 +65,20 @@ def test_vllm_is_left_alone_without_the_switch(
     monkeypatch.setenv(vllm.SWITCH, switch)
     with caplog.at_level(logging.WARNING):
         vllm.register()
-    assert ("is neither 1 nor 0" in caplog.text) == said
+    assert ("is none of 1, true, yes, on, 0, false, no, off" in caplog.text) == said
+
+
+def test_vllms_publisher_says_that_it_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a block size that nobody told; as a warning, since vLLM shows no other line of ours."""
+    monkeypatch.delenv(told.FILE, raising=False)
+    with caplog.at_level(logging.WARNING):
+        made = vllm.SidecarPublisher(3, endpoint=f"ipc://{tmp_path}/pub")
+        made.shutdown()
+    (line,) = caplog.messages
+    assert line.startswith("the sidecar of rank 3 waits for the first stored block")
+    assert "worker.block_size" in line
 
 
 def test_a_sidecar_does_not_complain_of_the_engines_variables() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,18 @@ def test_keys_that_cannot_be(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(keys)
     assert str(refused.value).startswith(said)
+
+
+def test_what_is_another_engines_is_not_offered() -> None:
+    """It is taken, for SGLang takes it, but whoever has a typo is not led to it."""
+    told = [("sglang", "enable_kv_cache_events"), ("vllm", "bind")]
+    for dialect, key in told:
+        for typed in ("zzz", f"{key}x"):
+            with pytest.raises(ConfigError, match="no such key") as refused:
+                read_told({typed: 1}, {}, dialect=dialect)
+            hint = str(refused.value).partition("no such key")[2]
+            assert key not in re.split(r"[ ,?]+", hint)
+    read({"enable_kv_cache_events": True})
 
 
 def test_ports_that_meet_are_refused_by_every_rank() -> None:

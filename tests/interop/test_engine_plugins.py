@@ -240,6 +240,7 @@ def test_a_block_size_that_nobody_says(tmp_path: Path) -> None:
     with rank_of(VLLM, env=env) as rank:
         rank.ask("create", config={"endpoint": "tcp://*:0", "enable_kv_cache_events": True})
         assert rank.ask("sidecar") == 0
+        assert "the sidecar of rank 0 waits for the first stored block" in rank.log()
         assert rank.ask("describe", block_size=SIZE) is None  # the port is not chosen yet
         script = Script(VLLM)
         assert rank.publish(*script.batches(0, 12)) < 1.0
@@ -304,6 +305,25 @@ def test_without_the_switch_vllm_is_as_it_was(tmp_path: Path) -> None:
     with rank_of(SGLANG) as rank:
         told_zmq = json.dumps({**keys_of(tmp_path), "publisher": "zmq"})
         assert rank.ask("create", config=told_zmq) == "ZmqEventPublisher"
+
+
+def test_what_is_seen_where_the_plugin_is_not_loaded(tmp_path: Path) -> None:
+    """As docs/engines.md has it: SGLang knows no such publisher, and vLLM says that it has its own."""
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    said = "Unknown event publisher 'sidecar'"
+    with (
+        rank_of(SGLANG, plugins=False) as rank,
+        pytest.raises(RemoteError, match=f"ValueError: {said}"),
+    ):
+        rank.ask("create", config=text_of(tmp_path))
+    assert f"`{said}`" in page
+    with rank_of(SGLANG) as rank:
+        until(lambda: "Loaded plugin kvevents" in rank.log())
+    assert "`Loaded plugin kvevents`" in page
+    with rank_of(VLLM, env=ON, plugins=False) as rank:
+        rank.ask("create", config=keys_of(tmp_path, enable_kv_cache_events=True))
+        until(lambda: "Starting ZMQ publisher thread" in rank.log())
+    assert "`Starting ZMQ publisher thread`" in page
 
 
 def test_an_address_that_is_taken_does_not_stop_the_engine(tmp_path: Path) -> None:
