@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from deploy_rig import DOCKER, REPOSITORY, yaml_of
+from deploy_rig import DOCKER, REPOSITORY, commands, documents, output_of, yaml_of
 
 from publisher.cli.commands import parser_of
 
@@ -18,7 +21,8 @@ COMPOSE = ["docker", "compose", "-f", "docker/compose.yaml"]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", PAGE, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for _, block in found]
 
 
 def typed() -> Iterator[list[str]]:
@@ -37,14 +41,21 @@ def test_a_command_can_be_typed(words: list[str]) -> None:
         return
     match words:
         case ["docker", "build", *rest] | ["docker", "buildx", "build", *rest]:
-            assert (REPOSITORY / rest[rest.index("-f") + 1]).is_file()
-            image = rest[rest.index("-t") + 1]
+            file, image = (rest[rest.index(flag) + 1] for flag in ("-f", "-t"))
+            if file == "mine/Dockerfile":  # which the page shows
+                (named,) = yaml_of(DOCKER / "kubernetes/plugin/kustomization.yaml")["images"]
+                assert image == f"{named['name']}:{named['newTag']}"
+                return
+            assert (REPOSITORY / file).is_file()
             assert image in {service["image"] for service in SERVICES.values()}
         case ["kubectl", "kustomize", folder] | ["kubectl", "apply", "-k", folder]:
             assert (REPOSITORY / folder / "kustomization.yaml").is_file()
         case ["kubectl", "rollout", "status", name] | ["kubectl", "port-forward", name, _]:
             found = yaml_of(DOCKER / "kubernetes/base/statefulset.yaml")["metadata"]["name"]
             assert name in (f"statefulset/{found}", f"{found}-0")
+        case ["kubectl", "exec", "engine-0", "-c", container, "--", "sh", "-c", "kill 1"]:
+            (one,) = pod_of_base()["initContainers"]
+            assert container == one["name"]
         case ["curl", url, *_]:
             port = url.split("/")[2].split(":")[1]
             published = [one.split(":")[1] for s in SERVICES.values() for one in s.get("ports", [])]
@@ -59,6 +70,10 @@ def test_a_command_can_be_typed(words: list[str]) -> None:
             assert (REPOSITORY / path).is_file()
         case _:
             pytest.fail(f"nothing here knows {words}")
+
+
+def pod_of_base() -> Any:
+    return yaml_of(DOCKER / "kubernetes/base/statefulset.yaml")["spec"]["template"]["spec"]
 
 
 def check_compose(words: list[str]) -> None:
@@ -77,7 +92,7 @@ def check_compose(words: list[str]) -> None:
 
 def test_a_kustomization_of_ones_own_names_what_is_there() -> None:
     """Its base is a folder beside it, the images are those of the base, and so is what it patches."""
-    mine, more = (yaml_of(block) for block in blocks("yaml"))
+    mine, more, *_ = (yaml_of(block) for block in blocks("yaml"))
     (patch,) = more["patches"]
     patched, of_base = yaml_of(patch["patch"]), yaml_of(DOCKER / "kubernetes/base/statefulset.yaml")
     assert patch["target"] == {"kind": of_base["kind"], "name": of_base["metadata"]["name"]}
@@ -90,6 +105,48 @@ def test_a_kustomization_of_ones_own_names_what_is_there() -> None:
     base = REPOSITORY / "mine" / mine["resources"][0] / "kustomization.yaml"
     known = {one["name"] for one in yaml_of(base.resolve())["images"]}
     assert {one["name"] for one in mine["images"]} == known
+
+
+def test_all_that_may_be_in_it_together(tmp_path: Path) -> None:
+    """The kustomization with the page's patches: kustomize takes it, the policy lets in who was to be let
+    in, and the sidecar's file has a name that does not change with it.
+    """
+    commands("kubectl")
+    mine, more, policy, config = blocks("yaml")
+    (labels,) = re.findall(r"`(labels: \[.*\])`", PAGE)
+    folder = tmp_path / "mine"
+    shutil.copytree(DOCKER / "kubernetes", tmp_path / "docker/kubernetes")
+    folder.mkdir()
+    shutil.copy(DOCKER / "kubernetes/base/sidecar.toml", folder)
+    text = mine + more + textwrap.indent(policy, "  ") + config + labels
+    (folder / "kustomization.yaml").write_text(text)
+    made = {one["kind"]: one for one in documents(output_of("kubectl", "kustomize", folder))}
+    routers, metrics = made["NetworkPolicy"]["spec"]["ingress"]
+    assert [*map(list, routers["from"])] == [["podSelector"], ["namespaceSelector"]]
+    assert [one["port"] for one in metrics["ports"]] == [9400, 8000]
+    (other,) = metrics["from"]
+    assert "monitoring" not in str(other)
+    assert made["ConfigMap"]["metadata"]["name"] == "kvevents-sidecar"
+    assert {one["metadata"]["labels"]["release"] for one in made.values()} == {"NAME"}
+    assert made["StatefulSet"]["spec"]["replicas"] == 4
+
+
+def test_the_plugins_image(tmp_path: Path) -> None:
+    """Two lines on top of SGLang's image; hadolint, where there is one, has nothing to say."""
+    (block,) = blocks("dockerfile")
+    first, second = block.splitlines()
+    assert first == "FROM lmsysorg/sglang:TAG"
+    assert re.search(r"pip install --no-cache-dir '/src\[publisher\]'$", second)
+    commands("hadolint")
+    (tmp_path / "Dockerfile").write_text(block)
+    output_of("hadolint", tmp_path / "Dockerfile")
+
+
+def test_each_kind_of_engine_has_a_folder() -> None:
+    """The choice at the top of the page."""
+    chosen = re.findall(r"^\| [^|]+ \| `docker/kubernetes/(\w+)` \|", PAGE, re.MULTILINE)
+    assert chosen == ["base", "relay", "plugin"]
+    assert all((DOCKER / "kubernetes" / one).is_dir() for one in chosen)
 
 
 def test_the_tables_name_what_is_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +23,11 @@ from deploy_rig import (
 )
 
 from examples.options import read_options
-from publisher import Sidecar
+from publisher import Sidecar, WorkerInfo
 from publisher.config.settings import pod_facts
+from publisher.config.sidecar_config import ConfigError, check_ports
 from publisher.config.topic import topic_fields
+from publisher.engines.told import Told, read_told
 
 KUBERNETES = DOCKER / "kubernetes"
 BASE = KUBERNETES / "base"
@@ -101,6 +104,70 @@ def test_the_relay_listens_where_the_engine_publishes() -> None:
     assert gone == {one["name"] for one in POD["volumes"]} - {"state", "config"}
 
 
+def plugin() -> tuple[dict[str, Any], Told]:
+    """The engine's container in `plugin`, and what its option comes to."""
+    pod = yaml_of(KUBERNETES / "plugin/statefulset.yaml")["spec"]["template"]["spec"]
+    (engine,) = (one for one in pod["containers"] if "name" in one)
+    keys = json.loads(engine["args"][-1].replace("$(POD_NAME)", "engine-0"))
+    return engine, read_told(keys, {}, dialect="sglang")
+
+
+def test_the_plugin_publishes_as_the_base_does() -> None:
+    """By SGLang's option: the sink, the ports and the state of the base's sidecar are the engine's own,
+    and its worker is the pod.
+    """
+    engine, told = plugin()
+    plain = serve_settings(SIDECAR["args"], BASE / "sidecar.toml").config
+    (sink,), (of_base,) = told.config.sinks, plain.sinks
+    alike = {"name": "router", "topic": of_base.topic, "add_dp_rank": of_base.add_dp_rank}
+    assert msgspec.structs.replace(sink, **alike) == of_base
+    for key in ("state_dir", "http_endpoint"):
+        assert getattr(told.config, key) == getattr(plain, key)
+    assert ports(engine) == ports(SIDECAR) | ports(ENGINE)
+    assert str(told.config.state_dir).startswith(mounts(engine)["state"] + "/")
+    words = dict(pairwise(engine["args"]))
+    worker = told.worker_info(0, block_size=int(words["--page-size"]))
+    assert worker.worker_id == "engine-0"
+    assert int(words["--port"]) == ports(engine)["http"]
+    assert {one["name"] for one in engine["env"]} == {one["name"] for one in SIDECAR["env"]}
+
+
+def test_the_plugins_pod_is_the_engine_alone() -> None:
+    """No sidecar's container, link or file, and no user that the image does not have."""
+    made = built("plugin")
+    assert "ConfigMap" not in {one["kind"] for one in made}
+    (found,) = (one for one in made if one["kind"] == "StatefulSet")
+    pod = found["spec"]["template"]["spec"]
+    (engine,) = pod["containers"]
+    assert not pod["initContainers"]
+    assert {one["name"] for one in pod["volumes"]} == {"state", "shm"} == set(mounts(engine))
+    assert not {"runAsUser", "runAsGroup", "runAsNonRoot"} & set(pod["securityContext"])
+
+
+@pytest.mark.parametrize("overlay", ["plugin", "relay"])
+def test_an_engine_has_half_an_hour_to_load_its_model(overlay: str) -> None:
+    """And a GPU, and shared memory for its processes; a probe has the second that SGLang's takes."""
+    pod = yaml_of(KUBERNETES / overlay / "statefulset.yaml")["spec"]["template"]["spec"]
+    (engine,) = (one for one in pod["containers"] if "name" in one)
+    startup = engine["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert engine[probe]["timeoutSeconds"] > 1
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert mounts(engine)["shm"] == "/dev/shm"
+
+
+def test_one_rank_has_room_between_the_ports() -> None:
+    """As the page says of several: 5557 and 5558 are refused, 5557 and 5657 are not."""
+    config = serve_settings(SIDECAR["args"], BASE / "sidecar.toml").config
+    two = WorkerInfo(block_size=16, dp_size=2)
+    with pytest.raises(ConfigError, match="replay_endpoint"):
+        check_ports(config, two)
+    (sink,) = config.sinks
+    apart = msgspec.structs.replace(sink, replay_endpoint="tcp://*:5657")
+    check_ports(msgspec.structs.replace(config, sinks=(apart,)), two)
+
+
 def test_the_sidecar_is_a_native_one_that_waits_for_nobody() -> None:
     """The engine begins when the startup probe has passed: not /readyz, which waits for the engine."""
     assert SIDECAR["restartPolicy"] == "Always"
@@ -160,6 +227,14 @@ def test_both_containers_are_confined() -> None:
             "capabilities": {"drop": ["ALL"]},
         }
         assert {"requests", "limits"} == set(container["resources"])
+    assert SIDECAR["resources"]["requests"]["cpu"] == "500m"  # half a core: docs/operations.md
+
+
+def test_what_waits_for_subscribers_is_bounded() -> None:
+    """Each file of a container with 512 MiB says so; the default is ten times as much."""
+    for config in (DOCKER / "sidecar.toml", *KUBERNETES.rglob("sidecar.toml")):
+        (sink,) = tomllib.loads(config.read_text())["sinks"]
+        assert (sink["hwm"], sink["buffer_bytes"]) == (10_000, 128 << 20), config
 
 
 def test_what_selects_pods_and_ports_finds_them() -> None:
@@ -169,6 +244,8 @@ def test_what_selects_pods_and_ports_finds_them() -> None:
     service = yaml_of(BASE / "service.yaml")["spec"]
     policy = yaml_of(BASE / "networkpolicy.yaml")["spec"]
     monitor = yaml_of(KUBERNETES / "monitoring/podmonitor.yaml")["spec"]
+    budget = yaml_of(BASE / "poddisruptionbudget.yaml")["spec"]
+    assert budget == {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
     assert SET["spec"]["selector"]["matchLabels"] == labels == service["selector"]
     assert policy["podSelector"]["matchLabels"] == labels == monitor["selector"]["matchLabels"]
     served = {one["name"]: one["port"] for one in service["ports"]}
@@ -205,8 +282,12 @@ def test_kubernetes_takes_what_kustomize_makes(overlay: str, tmp_path: Path) -> 
             *one["spec"]["template"]["spec"]["containers"],
         )
     }
-    engine = "vllm/vllm-openai:v0.33.0" if overlay == "relay" else "kvevents-engine:0.1.0"
-    assert images == {"kvevents-sidecar:0.1.0", engine}
+    sidecar = "kvevents-sidecar:0.1.0"
+    expected = {
+        "plugin": {"kvevents-sglang:0.1.0"},
+        "relay": {sidecar, "vllm/vllm-openai:v0.33.0"},
+    }
+    assert images == expected.get(overlay, {sidecar, "kvevents-engine:0.1.0"})
     commands("kubernetes-validate")
     for number, one in enumerate(made):
         if not one["apiVersion"].startswith("monitoring.coreos.com/"):

@@ -27,7 +27,7 @@ from publisher.config.engine_config import read_engine_sink
 RUN_BY = {
     ROOT / "README.md": ("tests/test_readme.py", {"python"}),
     DOCS / "configuration.md": ("tests/publisher/test_configuration_doc.py", {"python"}),
-    DOCS / "deployment.md": ("tests/deploy/test_deployment_doc.py", {"sh", "yaml"}),
+    DOCS / "deployment.md": ("tests/deploy/test_deployment_doc.py", {"sh", "yaml", "dockerfile"}),
     DOCS / "embedding.md": ("tests/examples/test_embedding_doc.py", {"python"}),
     DOCS / "engines.md": ("tests/engines/test_engine_doc.py", {"sh", "toml"}),
     DOCS / "wire.md": ("tests/docs/test_wire_doc.py", {"python"}),
