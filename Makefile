@@ -93,6 +93,7 @@ $(VENV)/docs $(VENV)/release: $(VENV)/%: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("python 3.11 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): about 1.4 GB, most of it torch (more with a CUDA build); a minute or two, and pip is silent meanwhile"
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 

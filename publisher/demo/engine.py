@@ -66,7 +66,7 @@ class Engine:
         self.num_restored = self.cache.stats().resident[StorageMedium.DISK]
         """Pages that the store had from an earlier run."""
         self.hits = dict.fromkeys(StorageMedium, 0)
-        self.prompt_pages = self.too_large = self.wrong_pages = 0
+        self.prompt_pages = self.too_large = self.checked_pages = self.wrong_pages = 0
         self.num_served = 0
         self._running: deque[Iterator[None]] = deque()
 
@@ -152,6 +152,7 @@ class Engine:
             fresh = (values[len(hit) :] + layer)[:, None, None, None]
             fresh = fresh.expand(-1, self._page_size, _SHAPE.num_kv_heads, _SHAPE.head_dim)
             self._pool.write(layer, new, fresh, -fresh)
+        self.checked_pages += len(hit)
         index = self._pool.index(hit)
         for layer in range(_SHAPE.num_layers):
             for planes, sign in ((self._pool.k, 1), (self._pool.v, -1)):

@@ -66,8 +66,14 @@ def text_summary(summary: Mapping[str, Any], buffer_steps: int) -> Iterator[str]
         **{medium: _tier(of) for medium, of in summary["tiers"].items()},
         "events": f"{summary['events']:,} in {summary['batches']:,} batches,"
         f" {summary['events_per_s']:,.0f} a second",
-        "publish cost": f"{summary['publish_us_p50']:.0f} µs p50, {summary['publish_us_p99']:.0f} µs"
-        " p99 a step, on the worker's thread",
+        "publish cost": f"{summary['publish_cpu_us_p50']:,.0f} µs p50,"
+        f" {summary['publish_cpu_us_p99']:,.0f} µs p99 of the worker's CPU for a step,"
+        f" which tells {summary['blocks_per_step']:,.0f} blocks on average",
+        "publish time": f"{summary['publish_us_p50']:,.0f} µs p50, {summary['publish_us_p99']:,.0f} µs"
+        " p99 by the clock: what is more is waiting for a core, which copies and sidecar take too",
+        "KV pages": f"{summary['checked_pages']:,} read back on a hit,"
+        f" {summary['wrong_pages']:,} of them wrong;"
+        f" {len(summary['violations'])} invariants of the cache broken",
     }
     if summary["restored_blocks"]:
         rows["store"] = f"{summary['restored_blocks']:,} blocks from an earlier run"

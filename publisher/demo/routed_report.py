@@ -141,7 +141,7 @@ class Routed:
             found.append("the two policies' runs gave different tokens")
         if self.kv_aware.hit_rate <= self.round_robin.hit_rate:
             found.append("kv_aware hit no more than round_robin")
-        if not self.kv_aware.num_decidable or self.kv_aware.share < LEAST_SHARE:
+        if self.kv_aware.share < LEAST_SHARE:
             found.append(
                 f"kv_aware: {self.kv_aware.share:.1%} of {self.kv_aware.num_decidable} requests went"
                 f" to the longest prefix, less than {LEAST_SHARE:.0%}"

@@ -184,4 +184,4 @@ def find_router(program: str) -> str:
 def _environment() -> dict[str, str]:
     """Ours without proxies: all is on loopback. The router is told to say what it decides."""
     kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    return {**kept, "NO_PROXY": "*", "NO_COLOR": "1", "RUST_LOG": "info,vllm_router_rs=debug"}
+    return {**kept, "NO_COLOR": "1", "RUST_LOG": "info,vllm_router_rs=debug"}
