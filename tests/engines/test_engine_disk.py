@@ -6,21 +6,28 @@ import logging
 import os
 import re
 import signal
+from array import array
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
-from engines_rig import SIZE, index_of, rank_of, replayed, stored, until
+from engines_rig import PATIENCE_S, SIZE, index_of, rank_of, replayed, stored, until
 
 from hicache.pool import MLAShape
 from hicache.storage import PageFormat
-from kvevents import AllBlocksCleared, BlockRemoved, StorageMedium
+from kvevents import AllBlocksCleared, BlockIndex, BlockRemoved, BlockStored, StorageMedium
+from kvevents.events import Event
 from kvevents.hashing import block_digests, wire_hash
+from kvevents.namespace import Namespace
 from kvevents.tokens import pack_tokens
 from publisher.engines.disk import Holdings, Meeting
 from publisher.engines.pages import ToldPages
+from publisher.engines.sidecar import EngineSidecar
 
 GPU, CPU, DISK = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK
 FORM = PageFormat("m", MLAShape(1, 8, torch.uint8), SIZE)
@@ -45,6 +52,32 @@ def pages(tmp_path: Path, meeting: Meeting) -> Iterator[ToldPages]:
     made = ToldPages(tmp_path / "pages", FORM, min_free_bytes=0, meeting=meeting)
     yield made
     made.close()
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, meeting: Meeting) -> Iterator[EngineSidecar]:
+    """A rank that knows no block size yet, so that what is told waits in its queue."""
+    with rank_of(tmp_path, block_size=None, meeting=meeting) as rank:
+        yield rank
+
+
+def told(rank: EngineSidecar) -> list[Event]:
+    return [event for batch in rank._queue for event in batch.events]
+
+
+def settle(pages: ToldPages) -> None:
+    """Until all is told that was to be told anew."""
+    pages._teller.submit(bool).result(PATIENCE_S)
+
+
+def links(rank: EngineSidecar) -> list[tuple[object, object]]:
+    """Of the stores that were told, each block behind its parent."""
+    found: list[tuple[object, object]] = []
+    for event in told(rank):
+        assert isinstance(event, BlockStored) and event.medium is DISK
+        parents = [event.parent_block_hash, *event.block_hashes[:-1]]
+        found += zip(parents, event.block_hashes, strict=True)
+    return found
 
 
 def on_disk(folder: Path) -> set[int]:
@@ -72,6 +105,68 @@ def test_a_block_is_known_while_a_medium_has_it() -> None:
     assert known.get(second) is None
     known.note([AllBlocksCleared()])
     assert known.get(first) is None
+    known.note([stored(0, 2), stored(0, 2, medium=CPU)])
+    known.note([BlockRemoved([first, second], CPU)])
+    assert known.get(first) and known.get(second)
+
+
+def test_an_empty_removal_removes_nothing() -> None:
+    """Also where others of the batch do."""
+    known, event = Holdings(), stored(0)
+    known.note([event])
+    removed = BlockRemoved([*event.block_hashes], StorageMedium.GPU)
+    known.note([removed, stored(0), BlockRemoved([], StorageMedium.GPU)])
+    assert known.get(int(event.block_hashes[0]))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"token_ids": [1, 2, 3]},
+        {"token_ids": [1, 2, 3, -1]},
+        {"token_ids": ["a"] * 4},
+        {"block_size": "4"},
+        {"block_size": 4.0},
+        {"lora_name": 5},
+        {"extra_keys": [["image"]]},
+        {"medium": None},
+    ],
+    ids=repr,
+)
+def test_a_block_of_which_too_little_is_known(odd: dict[str, Any]) -> None:
+    """An unsound store, and one of more than tokens and names, is passed over; what is beside it not."""
+    known = Holdings()
+    event, good = stored(0, **odd), stored(100)
+    known.note([event, good])
+    assert known.get(wire_hash(keys_of(0, 1)[0], None)) is None
+    assert known.get(wire_hash(keys_of(100, 1)[0], None))
+
+
+def test_whoever_leaves_late_takes_nobody_along(tmp_path: Path, meeting: Meeting) -> None:
+    """A publisher and a storage whose successors are there already; and nothing to tell is not told."""
+
+    class Storage:
+        told = 0
+
+        def tell_all(self) -> None:
+            self.told += 1
+
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(rank_of(tmp_path / name, block_size=None, meeting=meeting))
+            for name in "ab"
+        )
+        first.close()
+        meeting.tell([])
+        assert not second._queue
+        meeting.tell([BlockRemoved([1], DISK)])
+        assert told(second) == [BlockRemoved([1], DISK)]
+        old, new = Storage(), Storage()
+        meeting.join_storage(old)
+        meeting.join_storage(new)
+        meeting.leave_storage(old)
+        meeting.tell_all()
+        assert (old.told, new.told) == (1, 2)
 
 
 def test_what_is_stored_is_read_back(pages: ToldPages) -> None:
@@ -113,6 +208,139 @@ def test_pages_without_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert re.fullmatch(
         r"pages were not stored: no room for \d+ bytes within max_bytes and min_free_bytes", line
     )
+
+
+def test_reading_leaves_alone_what_is_being_written(pages: ToldPages) -> None:
+    """Pages that are read while others are on their way in."""
+    before, keys = keys_of(0, 8), keys_of(900, 8)
+    assert pages.write(before, [], page) == 8
+
+    def reads_too(place: int) -> torch.Tensor:
+        assert pages.read(before, lambda *_: None) == 8
+        return page(100 + place)
+
+    assert pages.write(keys, [], reads_too) == 8
+    read: list[int] = []
+    assert pages.read(keys, lambda _, content: read.append(int(content[0]))) == 8
+    assert read == [*range(100, 108)]
+
+
+def test_more_pages_than_one_call_takes(
+    meeting: Meeting, waiting: EngineSidecar, pages: ToldPages
+) -> None:
+    """Each is told behind the one before it, as they are stored and when all is told anew."""
+    settle(pages)
+    event = stored(0, 300)
+    meeting.known.note([event])
+    blocks = event.block_hashes
+    expected = [*zip([None, *blocks[:-1]], blocks, strict=True)]
+    assert pages.write(keys_of(0, 300), [], page) == 300
+    assert links(waiting) == expected
+    waiting._queue.clear()
+    pages.tell_all()
+    settle(pages)
+    assert links(waiting) == expected
+
+
+def test_what_a_block_is_named_by_is_told(
+    meeting: Meeting, waiting: EngineSidecar, pages: ToldPages
+) -> None:
+    """As the engine told it, also when all is told anew; pages of which it told nothing are not."""
+    settle(pages)
+    names = {"lora_name": "a", "cache_salt": "s", "extra_key": "k"}
+    keys = keys_of(0, 2)
+    event = stored(0, 2, **names)
+    meeting.known.note([event])
+    (known,) = {one.namespace for key in keys if (one := meeting.known.get(wire_hash(key, None)))}
+    assert known == Namespace("a", "s", "k")
+    assert pages.write(keys, [], page) == pages.write(keys_of(900, 2), [], page) == 2
+    pages.tell_all()
+    settle(pages)
+    assert len(told(waiting)) == 2
+    for found in told(waiting):
+        assert isinstance(found, BlockStored)
+        assert (found.block_hashes, found.medium) == (event.block_hashes, DISK)
+        assert {name: getattr(found, name) for name in names} == names
+
+
+def test_what_makes_room_is_told_first(
+    tmp_path: Path, meeting: Meeting, waiting: EngineSidecar
+) -> None:
+    """What is evicted, and then what was stored in its place; as all that is cleared, from the ends of
+    prompts.
+    """
+    old, new = stored(0, 4), stored(900, 2)
+    meeting.known.note([old, new])
+    with closing(
+        ToldPages(tmp_path / "pages", FORM, min_free_bytes=0, meeting=Meeting())
+    ) as before:
+        assert before.write(keys_of(0, 4), [], page) == 4
+    size = sum(one.stat().st_size for one in (tmp_path / "pages").rglob("*.kv"))
+    with closing(
+        ToldPages(tmp_path / "pages", FORM, max_bytes=size, min_free_bytes=0, meeting=meeting)
+    ) as pages:
+        settle(pages)
+        assert pages.exists_prefix(keys_of(0, 4)) == 4
+        assert pages.write(keys_of(900, 2), [], page) == 2
+        removed, added = told(waiting)[-2:]
+        assert removed == BlockRemoved(old.block_hashes[:1:-1], DISK)
+        assert isinstance(added, BlockStored) and added.block_hashes == new.block_hashes
+        pages.clear()
+        cleared = told(waiting)[-1]
+        assert isinstance(cleared, BlockRemoved)
+        for event in (stored(0, 2), new):
+            places = [cleared.block_hashes.index(one) for one in event.block_hashes]
+            assert places == sorted(places, reverse=True)
+
+
+def test_a_restart_goes_on_behind_what_is_kept(tmp_path: Path) -> None:
+    """A page whose parent is in the files is stored, and told behind it."""
+    for first, count in ((0, 2), (2, 1)):
+        meeting = Meeting()
+        meeting.known.note([stored(0, 3)])
+        with closing(
+            ToldPages(tmp_path / "pages", FORM, min_free_bytes=0, meeting=meeting)
+        ) as pages:
+            assert pages.write(keys_of(0, 3)[first : first + count], None, page) == count
+
+
+def test_the_events_say_what_a_page_is_behind(
+    meeting: Meeting, waiting: EngineSidecar, pages: ToldPages
+) -> None:
+    """Also where the engine names another prefix, and where all is told anew."""
+    settle(pages)
+    event = stored(0, 2)
+    first, second = event.block_hashes
+    meeting.known.note([event])
+    assert pages.write(keys_of(0, 1), [], page) == pages.write(keys_of(900, 1), [], page) == 1
+    assert pages.write(keys_of(0, 2)[1:], keys_of(900, 1), page) == 1
+    assert links(waiting) == [(None, first), (first, second)]
+    waiting._queue.clear()
+    pages.tell_all()
+    settle(pages)
+    assert links(waiting) == [(None, first), (first, second)]
+
+
+def test_a_page_that_is_lost_as_it_is_stored(
+    tmp_path: Path, meeting: Meeting, waiting: EngineSidecar, pages: ToldPages
+) -> None:
+    """Is not believed in afterwards (D1)."""
+    event, keys = stored(0, 100), keys_of(0, 100)
+    meeting.known.note([event])
+    writing = Thread(target=pages.write, args=(keys, [], page))
+    writing.start()
+    while not pages._coming and writing.is_alive():
+        pass
+    with pages._telling:  # it has nothing told now
+        until(lambda: pages.exists_prefix(keys) == 100)
+        (lost,) = (tmp_path / "pages").rglob(f"*{keys[-1].hex()}*")
+        lost.unlink()
+        assert pages._store.get(keys[-1:], array("q", [200])).result() == 0
+    writing.join()
+    assert pages.read(keys, lambda *_: None) == 99
+    router = BlockIndex()
+    router.apply(told(waiting))
+    assert set(router.resident[DISK]) == set(event.block_hashes[:-1])
 
 
 @pytest.mark.integration
@@ -159,6 +387,22 @@ def test_after_a_hole_pages_are_told_again(
         finally:
             os.kill(rank.sidecar.pid, signal.SIGCONT)
 
+        until(lambda: replayed(tmp_path).count(AllBlocksCleared()) == 2)  # one when it began
+        until(lambda: on_disk(tmp_path) == set(event.block_hashes))
+
+
+@pytest.mark.integration
+def test_after_a_batch_that_is_too_large_pages_are_told_again(
+    tmp_path: Path, meeting: Meeting, pages: ToldPages
+) -> None:
+    """What the link can never hold is a hole too."""
+    with rank_of(tmp_path, meeting=meeting, ring_bytes=1 << 16) as rank:
+        event = stored(0, 3)
+        rank.publish(1.0, [event], None)
+        assert pages.write(keys_of(0, 3), [], page) == 3
+        until(lambda: on_disk(tmp_path) == set(event.block_hashes))
+        rank.publish(1.0, [stored(1000, 2000)], None)
+        rank.publish(1.0, [stored(100)], None)
         until(lambda: replayed(tmp_path).count(AllBlocksCleared()) == 2)  # one when it began
         until(lambda: on_disk(tmp_path) == set(event.block_hashes))
 

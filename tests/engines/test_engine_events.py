@@ -18,9 +18,9 @@ class Foreign(msgspec.Struct, tag=True, omit_defaults=True):
     """As engines define theirs."""
 
 
-def kind(name: str, **fields: Any) -> Any:
-    """An event of a class of that name, and with these fields alone."""
-    made = msgspec.defstruct(name, [(key, Any) for key in fields], bases=(Foreign,), tag=name)
+def kind(name: str, *, of: str = "", **fields: Any) -> Any:
+    """An event of that name, and with these fields alone. `of`: its class, where another."""
+    made = msgspec.defstruct(of or name, [(key, Any) for key in fields], bases=(Foreign,), tag=name)
     return made(**fields)
 
 
@@ -65,7 +65,9 @@ def test_tokens_that_are_no_list(spelled: Any) -> None:
     assert {*map(type, read.token_ids)} == {int}
 
 
-@pytest.mark.parametrize("odd", [5, None, numpy.array(5), torch.ones(2, 2)], ids=repr)
+@pytest.mark.parametrize(
+    "odd", [5, None, numpy.array(5), torch.ones(2, 2), [(1, 2), (2, 3)]], ids=repr
+)
 def test_tokens_that_are_none(odd: Any) -> None:
     """No list, or none of ints, they cost the event."""
     reader = EventReader()
@@ -118,6 +120,39 @@ def test_what_is_not_understood_costs_itself() -> None:
     assert reader.skipped == 6
     assert reader.last_error.startswith("BlockStored: ")
     assert AllBlocksCleared() in read
+
+
+def test_every_field_of_ours_is_taken() -> None:
+    """Under its name, of stores and of removals."""
+    more: dict[str, Any] = {
+        "lora_name": "a",
+        "cache_salt": "s",
+        "session_id": "i",
+        "extra_key": "k",
+        "extra_keys": [["x"]],
+        "group_idx": 1,
+        "kv_cache_spec_kind": "full",
+        "locality": "l",
+    }
+    of_removed: dict[str, Any] = {"group_idx": 2, "locality": "m"}
+    gone = kind("BlockRemoved", block_hashes=[1], medium="GPU", **of_removed)
+    stored, removed = EventReader().read([store(lora_id=7, **more), gone])
+    assert {name: getattr(stored, name) for name in ("lora_id", *more)} == {"lora_id": 7, **more}
+    assert {name: getattr(removed, name) for name in of_removed} == of_removed
+
+
+def test_classes_of_other_names() -> None:
+    """Are read as their payload is: hashes and parents signed, and the device without a word."""
+    fields = {"block_hashes": [2**64 - 1], "token_ids": [1, 2], "block_size": 2, "lora_id": None}
+    odd = [
+        kind("BlockStored", of="SaltedStore", **fields, parent_block_hash=2**64 - 2),
+        kind("BlockRemoved", of="Gone", block_hashes=[b"\xff" * 8]),
+        kind("AllBlocksCleared", of="Flushed"),
+    ]
+    stored, removed, cleared = EventReader().read(odd)
+    assert stored == BlockStored([-1], -2, [1, 2], 2, None, StorageMedium.GPU)
+    assert removed == BlockRemoved([-1], StorageMedium.GPU)
+    assert cleared == AllBlocksCleared()
 
 
 def test_fields_of_a_class_that_has_fewer_or_more() -> None:

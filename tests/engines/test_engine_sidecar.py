@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -22,8 +23,10 @@ from kvevents import (
     BlockStored,
     StorageMedium,
     decode_batch,
+    encode_batch,
 )
-from kvevents.events import Event
+from kvevents.events import Event, KVEventBatch
+from publisher.engines.sidecar import _most_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -209,6 +212,71 @@ def test_the_first_block_tells_the_block_size(tmp_path: Path) -> None:
         rank.publish(1.0, [stored(0, 2)], None)
         until(lambda: rank.sidecar is not None)
         until(lambda: len(index_of(tmp_path).resident[StorageMedium.GPU]) == 2)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_what_a_batch_takes_is_not_underrated(size: int) -> None:
+    """However many tokens a block has, and however large they are."""
+    tokens = [2**32 - 1] * (3 * size)
+    event = BlockStored([2**63 - 1] * 3, -(2**63), tokens, size, None, StorageMedium.GPU)
+    batch = KVEventBatch(1.0, [event, BlockRemoved([1], StorageMedium.GPU)], 0)
+    assert len(encode_batch(batch)) <= _most_bytes(batch)
+
+
+def test_a_queue_without_a_bound(tmp_path: Path) -> None:
+    """With `max_queue_size` 0 nothing is dropped; each batch names the rank that the engine named."""
+    with rank_of(tmp_path, block_size=None, max_queue_size=0) as rank:
+        for number in (None, 3, None):
+            rank.publish(1.0, [AllBlocksCleared()], number)
+        assert [batch.dp_rank for batch in rank._queue] == [0, 3, 0]
+        assert rank.dropped == 0
+
+
+@pytest.mark.parametrize("odd", [7, None, [object()]], ids=repr)
+def test_whatever_is_handed_over_raises_nothing(odd: Any, tmp_path: Path) -> None:
+    """And is not published (P1)."""
+    with rank_of(tmp_path, block_size=None) as rank:
+        rank.publish(1.0, odd, None)
+        rank.publish("soon", [AllBlocksCleared()], None)  # type: ignore[arg-type]
+        assert not rank._queue
+
+
+def test_one_sidecar_is_started(tmp_path: Path) -> None:
+    """However many blocks are stored until it is there."""
+    with rank_of(tmp_path, block_size=None) as rank:
+        with rank._starting:
+            for first in (0, 100, 200):
+                rank.publish(1.0, [stored(first)], None)
+            assert len(_starting_threads()) == 1
+        until(lambda: rank.sidecar is not None)
+
+
+def test_an_end_while_the_sidecar_starts(tmp_path: Path) -> None:
+    """Waits for it and ends it too."""
+    with rank_of(tmp_path, block_size=None) as rank:
+        rank.publish(1.0, [stored(0)], None)
+        until(rank._starting.locked)
+        rank.close()
+        assert rank.sidecar is not None
+        assert not Path(f"/proc/{rank.sidecar.pid}").exists()
+
+
+def test_an_end_before_the_sidecar_starts(tmp_path: Path) -> None:
+    """None is started any more."""
+    with rank_of(tmp_path, block_size=None) as rank:
+        ends = threading.Thread(target=rank.close)
+        with rank._starting:
+            rank.publish(1.0, [stored(0)], None)
+            (starts,) = _starting_threads()
+            ends.start()
+            until(rank._stop.is_set)
+        ends.join()
+        starts.join()
+        assert rank.sidecar is None
+
+
+def _starting_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "kvevents-start"]
 
 
 def test_a_sidecar_that_does_not_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -93,8 +93,10 @@ def test_a_file(tmp_path: Path) -> None:
 def test_the_sinks_of_a_file(tmp_path: Path) -> None:
     """Are all there are; an engine's own sink has no place beside them."""
     environ = file_of(tmp_path, sinks=[{"endpoint": "tcp://*:7000"}])
-    (sink,) = read({"max_queue_size": 5}, environ).config.sinks
-    assert sink.endpoint == "tcp://*:7000"
+    keys = {"publisher": "sidecar", "enable_kv_cache_events": True, "max_queue_size": 5}
+    told = read({**keys, "format": "dynamo"}, environ)
+    assert [sink.endpoint for sink in told.config.sinks] == ["tcp://*:7000"]
+    assert told.worker_info(0, block_size=4).hash_format is HashFormat.DYNAMO
     with pytest.raises(ConfigError, match="hwm: KVEVENTS_CONFIG has sinks already"):
         read({"hwm": 5}, environ)
 
@@ -102,7 +104,34 @@ def test_the_sinks_of_a_file(tmp_path: Path) -> None:
 def test_what_an_engine_has_filled_up() -> None:
     """What differs from the engines' defaults is what somebody said."""
     filled = {"endpoint": "tcp://*:5557", "hwm": 5, "topic": "", "replay_endpoint": None}
-    assert changed(filled) == {"hwm": 5}
+    assert changed({**filled, "linger_s": 1.0}) == {"hwm": 5, "linger_s": 1.0}
+
+
+def test_a_queue_of_any_length() -> None:
+    """Is what 0 asks for, as of the engines."""
+    assert read({"max_queue_size": 0}).max_queue_size == 0
+
+
+def test_what_an_engine_does_not_say_of_itself() -> None:
+    """Is as if it were not asked: None is no value."""
+    worker = read({}).worker_info(0, block_size=4, model=None, dp_size=None)
+    assert (worker.model, worker.dp_size) == ("", None)
+
+
+def test_what_a_topic_names_is_known_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the pod, of the worker, and its port; what is not stops the engine."""
+    told = read({"topic": "{pod_name}-{worker_id}:{port}@{model}", "worker_id": "w-0"})
+    monkeypatch.setenv("POD_NAME", "pod")
+    told.worker_info(0, block_size=4, model="m")
+    with pytest.raises(ConfigError, match=r"--kv-events-config: sinks\[0\]\.topic: {model}"):
+        told.worker_info(0, block_size=4)
+
+
+def test_a_form_that_names_the_worker() -> None:
+    """Stops the engine where the worker has no name."""
+    told = read({"dialect": "mooncake-store", "model": "m"})
+    with pytest.raises(ConfigError, match=r"--kv-events-config: .*worker_id, and it has none"):
+        told.worker_info(0, block_size=4)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +139,7 @@ def test_what_an_engine_has_filled_up() -> None:
     [
         ({"lingers": 1}, "KVEVENTS_CONFIG: lingers: no such key; did you mean linger_s?"),
         ({"worker": {"rank": 1}}, "KVEVENTS_CONFIG: worker.rank: no such key"),
+        ({"worker": {"dp_rank": 1}}, "KVEVENTS_CONFIG: worker.dp_rank: no such key"),
         ({"worker": {"block_size": 0}}, "KVEVENTS_CONFIG: worker.block_size: 0"),
         ({"worker": 5}, "KVEVENTS_CONFIG: worker: 5 is not a table"),
         ({"sinks": [{"hwm": 0}]}, "KVEVENTS_CONFIG: sinks[0].hwm: 0"),
@@ -136,6 +166,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"format": "yaml"}, "--kv-events-config: format: "),
         ({"max_queue_size": -1}, "--kv-events-config: max_queue_size: -1"),
         ({"sinks": {}}, "--kv-events-config: sinks: "),
+        ({"sinks": [{"hwm": 0}]}, "--kv-events-config: sinks[0].hwm: 0"),
+        ({"lingers": 1}, "--kv-events-config: lingers: no such key; did you mean linger_s?"),
+        ({"relay": {"endpoint": "tcp://h:1"}}, "--kv-events-config: relay: no such key"),
         ({"http_endpoint": "tcp://h:1"}, "--kv-events-config: http_endpoint: "),
         ({"bind": False, "mode": "bind"}, "--kv-events-config: bind: False"),
         ({"topic": "\ud800"}, "--kv-events-config: topic: '\\ud800'"),

@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from examples.decoder import Decoder, DecoderConfig
 from hicache import PagePool
@@ -46,3 +47,31 @@ def test_a_position_that_its_pages_do_not_reach_is_refused() -> None:
         with pytest.raises(ValueError, match=rf"positions: {position} is not in 0\.\.3"):
             decoder.decode([1], [position], [array("q", [2])])
     assert not any(plane.any() for plane in decoder.pool.planes)
+
+
+def test_it_is_the_decoder_that_it_says() -> None:
+    """The logits are those of torch's own attention, with rotary positions as complex numbers."""
+    config, decoder = DecoderConfig(dtype=torch.float64), new_decoder()
+    tokens = torch.arange(11) * 7 % config.vocab_size
+    rates = 10_000.0 ** -(torch.arange(8, dtype=torch.float64) / 8)
+    turns = torch.polar(torch.ones(11, 8, dtype=torch.float64), torch.arange(11)[:, None] * rates)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        turned = torch.complex(*x.chunk(2, -1)) * turns
+        return torch.cat([turned.real, turned.imag], -1)
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+    x = decoder._embedding[tokens]
+    for layer in decoder._layers:
+        q, k, v = (normed(x) @ weight for weight in (layer._q, layer._k, layer._v))
+        seen = scaled_dot_product_attention(
+            rotated(q)[None], rotated(k)[None], v[None], is_causal=True, enable_gqa=True
+        )
+        x = x + seen[0].transpose(0, 1).flatten(1) @ layer._out
+        y = normed(x)
+        x = x + (silu(y @ layer._gate) * (y @ layer._up)) @ layer._down
+    expected = normed(x) @ decoder._embedding.T
+    logits = decoder.prefill(tokens.tolist(), array("q", [3, 0, 5]))
+    assert torch.allclose(logits, expected, rtol=1e-6, atol=1e-6)

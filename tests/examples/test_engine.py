@@ -91,6 +91,7 @@ def test_what_has_no_room_waits_its_turn(small: Stepped) -> None:
     small.step()
     small.step()
     assert small.running == 1 and not third.reply
+    assert small.engine.metrics()["requests"] == {'state="running"': 1, 'state="waiting"': 2}
     small.finish(first)
     assert not second.reply and not third.reply
     small.finish(second, third)
@@ -108,6 +109,14 @@ def test_a_prompt_that_is_cached_to_its_end(small: Stepped) -> None:
     first, again = small.ask(prompt, 3), small.ask(prompt, 3)
     assert first.reply == again.reply == greedy(prompt, 3)
     assert again.held == Held(device=24)
+
+
+def test_a_reply_is_cached_too(small: Stepped) -> None:
+    """Its whole pages, but for the last token's, whose KV was never computed."""
+    first = small.ask(PROMPT, 6)
+    again = small.ask(PROMPT + first.reply + [1], 2)
+    assert again.held == Held(device=32)
+    assert again.reply == greedy(PROMPT + first.reply + [1], 2)
 
 
 def test_two_that_compute_the_same_keep_one_copy(tmp_path: Path) -> None:
@@ -214,6 +223,32 @@ def test_a_request_is_refused_when_too_many_wait(tmp_path: Path) -> None:
         assert _outcomes(stepped.engine) == {"done": 2, "gone": 0, "refused": 1}
         stepped.engine._ending = True
         assert not stepped.engine.submit(Request(PROMPT, 1))
+
+
+def test_what_is_at_work_as_the_engine_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is finished, also what has not begun to run; without the time for it, it is told so. What the cache
+    did last is told of.
+    """
+    stop = Event()
+    stop.set()
+    with Stepped(tmp_path) as stepped:
+        request = stepped.submit(PROMPT, 3)
+        stepped.engine._take()
+        stepped.engine.run(stop)
+        assert request.reply == greedy(PROMPT, 3)
+        offered = stepped._sidecar.client.stats.offered
+        stepped.cache.reset_device()
+        stepped.engine.close()
+        assert stepped._sidecar.client.stats.offered == offered + 1
+    monkeypatch.setattr("examples.engine._DRAIN_S", 0.0)
+    with Stepped(tmp_path) as stepped:
+        running = stepped.submit(PROMPT, 3)
+        stepped.step()
+        stepped.engine.run(stop)
+        assert running.answers.get_nowait() == running.reply[0]
+        assert isinstance(running.answers.get_nowait(), Failed)
 
 
 def test_who_comes_as_the_engine_ends_is_answered(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -11,12 +12,13 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from engine_rig import PAGE, PATIENCE_S, EngineProcess, Stepped, eventually, greedy, is_gone
 
-from examples.completions import Front
+from examples.completions import Failed, Front, Request
 from examples.options import read_options
 from kvevents import BlockIndex
 from publisher import Batch, Restarted, Subscriber
@@ -106,6 +108,8 @@ def test_many_at_once(engine: EngineProcess) -> None:
         ({}, 400, "prompt", "missing required field"),
         ({"prompt": [1], "temperature": 0.5}, 400, "temperature", "0.5 is not 0"),
         ({"prompt": [1], "n": 2}, 400, "n", "2 is not 1"),
+        ({"prompt": [1], "best_of": 2}, 400, "best_of", "2 is not 1"),
+        ({"prompt": [1], "suffix": "x"}, 400, "suffix", "is not served"),
         ({"prompt": [1], "stop": ["x"]}, 400, "stop", "is not served"),
         ({"prompt": [1], "logprobs": 1}, 400, "logprobs", "is not served"),
         ({"prompt": [1], "echo": True}, 400, "echo", "is not served"),
@@ -123,11 +127,14 @@ def test_bad_input(
     """It is refused with the field and its bound."""
     got = engine.post(body)
     assert (got.status, got.body["error"]["param"]) == (status, field)
+    assert got.body["error"]["type"] == "invalid_request_error"
     assert says in got.body["error"]["message"]
 
 
 def test_bad_http(engine: EngineProcess) -> None:
-    """Other paths, after which a connection can be used on, a body without a length, one too long."""
+    """Other paths, after which a connection can be used on; a body without a length, and one too long,
+    after which it cannot, as is said.
+    """
     assert engine.get("/v1/nothing").status == engine.post({}, "/v1/chat/completions").status == 404
     with contextlib.closing(engine.connect()) as connection:
         for path, status in (("/nothing", 404), ("/v1/completions", 200)):
@@ -142,7 +149,10 @@ def test_bad_http(engine: EngineProcess) -> None:
             for name, value in headers.items():
                 connection.putheader(name, value)
             connection.endheaders()
-            assert connection.getresponse().status == status
+            response = connection.getresponse()
+            assert (response.status, response.headers["connection"]) == (status, "close")
+            response.read()
+            assert connection.sock is None
     assert engine.get("/health").status == 200
 
 
@@ -177,10 +187,14 @@ def test_what_routers_and_people_ask_for(engine: EngineProcess) -> None:
     assert (card["id"], card["max_model_len"]) == ("example", 1024)
     assert engine.get("/kv_event_sources").body["0"]["endpoint"] == engine.endpoint
     assert engine.get("/server_info").body["block_size"] == PAGE
+    assert engine.get("/get_server_info").body == engine.get("/server_info").body
     before = engine.metric('requests_total{outcome="done"}')
     engine.post({"prompt": [1], "max_tokens": 1})
     assert engine.metric('requests_total{outcome="done"}') == before + 1
-    assert 'engine_sidecar_info{http_endpoint="http://127.0.0.1:' in engine.get("/metrics").body
+    text = engine.get("/metrics").body
+    assert 'engine_sidecar_info{http_endpoint="http://127.0.0.1:' in text
+    assert "# TYPE engine_requests_total counter\n" in text
+    assert "# TYPE engine_requests gauge\n" in text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -235,13 +249,13 @@ def test_sigterm(tmp_path: Path) -> None:
     with EngineProcess(tmp_path, "--device-pages", "256") as engine:
         sidecar = engine.sidecar()
         with ThreadPoolExecutor(1) as client:
-            slow = client.submit(engine.post, {"prompt": PROMPT, "max_tokens": 200})
+            slow = client.submit(engine.post, {"prompt": PROMPT, "max_tokens": 100})
             eventually(lambda: engine.metric('requests{state="running"}') == 1)
             with contextlib.closing(engine.connect()) as late:
                 late.connect()
                 engine.process.send_signal(signal.SIGTERM)
                 eventually(lambda: _status(late) == 503)
-            assert len(tokens_of(slow.result().body)) == 200
+            assert len(tokens_of(slow.result().body)) == 100
         _, errors = engine.process.communicate(timeout=PATIENCE_S)
         assert (engine.process.returncode, errors) == (0, "")
         eventually(lambda: is_gone(sidecar))
@@ -271,6 +285,68 @@ def test_a_full_queue(tmp_path: Path) -> None:
                 Front(stepped.engine, "127.0.0.1", front.port)
 
 
+def test_an_engine_that_ends(tmp_path: Path) -> None:
+    """Who waits gets 503 with the reason, and so does who asks for a sidecar that is not there; the last
+    answers are written before the front is closed.
+    """
+    with Stepped(tmp_path) as stepped, ThreadPoolExecutor(2) as others:
+        front = Front(stepped.engine, "127.0.0.1", 0)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", front.port)) as connection:
+            connection.request("GET", "/server_info")
+            response = connection.getresponse()
+            assert response.status == 503
+            assert json.load(response)["error"]["type"] == "unavailable"
+        waiting = others.submit(_post, front.url, {"prompt": PROMPT, "max_tokens": 3})
+        eventually(stepped.engine._queue.qsize)
+
+        def ends() -> None:
+            while front._server.socket.fileno() >= 0:
+                pass
+            stop = Event()
+            stop.set()
+            stepped.engine.run(stop)
+
+        ending = others.submit(ends)
+        front.close()
+        assert front._busy._count == 0
+        ending.result()
+        status, body = waiting.result()
+        assert (status, body["error"]["message"]) == (503, "the engine ends")
+
+
+class Failing:
+    """A backend that says one token of each reply, and why there are no more."""
+
+    model, worker_id, vocab_size, most_tokens = "example", "w", 128, 64
+
+    def submit(self, request: Request) -> bool:
+        request.answers.put(5)
+        request.answers.put(Failed("the engine ends"))
+        return True
+
+    def is_well(self) -> bool:
+        return True
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def sidecar_http(self) -> str | None:
+        return None
+
+
+def test_a_stream_that_fails() -> None:
+    """Says why in an event of its own, and ends as any other."""
+    with (
+        contextlib.closing(Front(Failing(), "127.0.0.1", 0)) as front,
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", front.port)) as connection,
+    ):
+        connection.request("POST", "/v1/completions", b'{"prompt": [1], "stream": true}')
+        token, failed, *end = connection.getresponse().read().decode().split("\n\n")
+        assert tokens_of(json.loads(token.removeprefix("data: "))) == [5]
+        assert json.loads(failed.removeprefix("data: "))["error"]["message"] == "the engine ends"
+        assert end == ["data: [DONE]", ""]
+
+
 _HEAD = b"POST /v1/completions HTTP/1.1\r\n"
 
 
@@ -286,8 +362,6 @@ def test_a_client_that_says_nothing(half: bytes, tmp_path: Path) -> None:
 
 
 def _post(url: str, body: object) -> tuple[int, Any]:
-    import http.client
-
     with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"))) as connection:
         connection.request("POST", "/v1/completions", json.dumps(body))
         response = connection.getresponse()
@@ -299,6 +373,10 @@ def _post(url: str, body: object) -> tuple[int, Any]:
     [
         (["--page-size", "0"], "--page-size: 0 is not in 1..8192"),
         (["--max-waiting", "0"], "--max-waiting: 0 is not in 1..1048576"),
+        (["--port", "65536"], "--port: 65536 is not in 0..65535"),
+        (["--vocab-size", "1"], "--vocab-size: 1 is not in 2..1048576"),
+        (["--device-pages", "0"], "--device-pages: 0 is not in 1..16777216"),
+        (["--max-running", "0"], "--max-running: 0 is not in 1..1024"),
         (["--storage-dir", "x"], "--storage-dir: needs a host tier, and --host-pages is 0"),
         (["--link", "x", "--kv-events", "y"], "--kv-events: with --link the sidecar reads its own"),
     ],

@@ -309,6 +309,27 @@ class Pages:
             "set": self.backend.batch_set_v2([kv], self._info(prefix_keys=[])),
         }
 
+    def singly(self, tokens: list[int]) -> dict[str, Any]:
+        """The calls for one page, and for too few indices, of the first interface."""
+        (key,) = page_hashes(tokens, None, self.SIZE)
+        page = self._pool.get_dummy_flat_data_page()
+        page.copy_(self._torch.arange(page.numel()))
+        before = self.backend.exists(key), self.backend.get(key)
+        stored = self.backend.set(key, page)
+        found = self.backend.get(key)
+        try:
+            self.backend.batch_set_v1([key], self._indices(0, 1)[:-1])
+            said = ""
+        except ValueError as error:
+            said = str(error)
+        return {
+            "before": before,
+            "stored": stored,
+            "exists": self.backend.exists(key),
+            "equal": found is not None and self._torch.equal(found, page),
+            "said": said,
+        }
+
     def other_pool(self) -> None:
         self.backend.register_mem_host_pool_v2(self._pool, "kv")
         self.backend.register_mem_host_pool_v2(self._pool, "mamba")
@@ -323,7 +344,8 @@ class Pages:
         return {
             f"pages_{name}": getattr(self, name)
             for name in (
-                *("attach", "backup", "hits", "fetch", "v2", "other_pool", "clear", "close"),
+                *("attach", "backup", "hits", "fetch", "v2", "singly"),
+                *("other_pool", "clear", "close"),
             )
         }
 

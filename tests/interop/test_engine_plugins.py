@@ -17,6 +17,8 @@ from plugin_rig import Rank, payloads, rank_of, until
 from ports_rig import free_ports
 
 from kvevents import BlockIndex, BlockStored, StorageMedium, block_hashes, decode_batch
+from kvevents.hashing import block_digests
+from kvevents.tokens import pack_tokens
 from publisher import Batch, Subscriber
 from publisher.engines.events import EventReader
 
@@ -198,13 +200,14 @@ def test_each_rank_has_a_sidecar_of_its_own(release: str, tmp_path: Path) -> Non
     """At ports that the rank is added to, as the engines do; each batch names its rank."""
     ports = free_ports(1)  # and those behind, which are not likely to be taken
     keys = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[0] + 10}"}
+    sizes = {"buffer_steps": 70, "hwm": 80, "max_queue_size": 90, "topic": "kv"}
     env = file_of(tmp_path, worker={"block_size": SIZE})
     with (
         rank_of(release, rank=0, ranks=2, env=env) as first,
         rank_of(release, rank=1, ranks=2, env=env) as second,
     ):
         for rank, child in enumerate((first, second)):
-            config: Any = {**keys, "enable_kv_cache_events": True}
+            config: Any = {**keys, **sizes, "enable_kv_cache_events": True}
             if release == SGLANG:
                 config = json.dumps({**keys, "publisher": "sidecar"})
             child.ask("create", config=config)
@@ -230,6 +233,7 @@ def test_each_rank_has_a_sidecar_of_its_own(release: str, tmp_path: Path) -> Non
                     }
                 ]
             else:
+                assert source == {**source, **sizes}
                 assert source["endpoint"] == f"tcp://*:{ports[0] + rank}"
                 assert source["replay_endpoint"] == f"tcp://*:{ports[0] + 10 + rank}"
 
@@ -418,6 +422,47 @@ def test_pages_of_sglang_are_told_as_disk(interface: int, layout: str, tmp_path:
         assert rank.ask("pages_clear") is True
         until(lambda: not on_disk(tmp_path).resident[disk])
         rank.ask("pages_close")
+
+
+def test_pages_of_other_kinds_are_apart(tmp_path: Path) -> None:
+    """What one layout, model or rank has stored, another does not find; and it is there still."""
+    tokens, extra = list(range(1000, 1012)), extra_of(tmp_path, interface_v1=1)
+    with rank_of(SGLANG) as rank:
+        rank.ask("pages_attach", extra=extra)
+        assert rank.ask("pages_backup", tokens=tokens, last=None, prefix=[]) == 12
+        rank.ask("pages_close")
+        for other in (
+            {"layout": "layer_first"},
+            {"model_name": "org/other"},
+            {"tp_rank": 1, "tp_size": 2},
+            {"pp_rank": 1, "pp_size": 2},
+        ):
+            rank.ask("pages_attach", extra=extra, **other)
+            assert rank.ask("pages_hits", tokens=tokens) == 0
+            rank.ask("pages_close")
+        rank.ask("pages_attach", extra=extra)
+        assert rank.ask("pages_hits", tokens=tokens) == 12
+        rank.ask("pages_close")
+
+
+def test_single_pages_and_the_page_before(tmp_path: Path) -> None:
+    """One page is kept as several are; one behind a prefix whose last page is not kept is not."""
+    tokens, more = list(range(1000, 1004)), list(range(8))
+    with rank_of(SGLANG) as rank:
+        rank.ask("pages_attach", extra=extra_of(tmp_path, interface_v1=1))
+        found = rank.ask("pages_singly", tokens=tokens)
+        assert found.pop("said") == "host_indices: 3 for 1 pages of 4"
+        assert found == {"before": [False, None], "stored": True, "exists": True, "equal": True}
+        first, last = "11" * 32, page_hash_of(tokens)
+        for prefix, kept in (([last, first], 0), ([first, last], 8)):
+            assert rank.ask("pages_backup", tokens=more, last=prefix[-1], prefix=prefix) == kept
+        rank.ask("pages_close")
+
+
+def page_hash_of(tokens: list[int]) -> str:
+    """Of a prompt's first page."""
+    (digest,) = block_digests(b"", pack_tokens(tokens), SIZE)
+    return digest.hex()
 
 
 def test_pages_of_hybrid_models_and_bad_keys(tmp_path: Path) -> None:
