@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
@@ -32,6 +34,11 @@ from publisher.engines.told import Told, read_told
 KUBERNETES = DOCKER / "kubernetes"
 BASE = KUBERNETES / "base"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("*/kustomization.yaml"))
+COMPONENTS = [
+    name
+    for name in OVERLAYS
+    if yaml_of(KUBERNETES / name / "kustomization.yaml")["kind"] == "Component"
+]
 SET = yaml_of(BASE / "statefulset.yaml")
 POD = SET["spec"]["template"]["spec"]
 (SIDECAR,) = POD["initContainers"]
@@ -48,9 +55,23 @@ def mounts(container: dict[str, Any]) -> dict[str, str]:
 
 
 def built(overlay: str) -> list[Any]:
-    """What kustomize makes of it; skips where there is none."""
+    """What kustomize makes of it, of a component with the base; skips where there is none."""
     commands("kubectl")
-    return documents(output_of("kubectl", "kustomize", KUBERNETES / overlay))
+    if overlay not in COMPONENTS:
+        return documents(output_of("kubectl", "kustomize", KUBERNETES / overlay))
+    return combined("base", [overlay])
+
+
+def combined(overlay: str, components: list[str], *resources: str) -> list[Any]:
+    """What kustomize makes of several, in a kustomization beside them."""
+    with tempfile.TemporaryDirectory() as folder:
+        at = os.path.relpath(KUBERNETES, folder)
+        said = {
+            "resources": [f"{at}/{one}" for one in (overlay, *resources)],
+            "components": [f"{at}/{one}" for one in components],
+        }
+        Path(folder, "kustomization.yaml").write_text(json.dumps(said))
+        return documents(output_of("kubectl", "kustomize", folder))
 
 
 @pytest.mark.parametrize(
@@ -269,6 +290,20 @@ def test_what_outlives_the_pod_is_claimed() -> None:
     assert volumes == {one["name"] for one in POD["volumes"]} - {"state"}
 
 
+@pytest.mark.parametrize("overlay", ["base", "relay", "llm-d"])
+def test_what_goes_with_each(overlay: str) -> None:
+    """Objects for the operator, a claim and a gate, all of them at once."""
+    commands("kubectl")
+    made = combined(overlay, COMPONENTS, "monitoring")
+    (found,) = (one for one in made if one["kind"] == "StatefulSet")
+    spec = found["spec"]["template"]["spec"]
+    assert sorted(COMPONENTS) == ["gated", "persistent"]
+    assert {"PodMonitor", "PrometheusRule"} <= {one["kind"] for one in made}
+    assert "state" not in {one["name"] for one in spec["volumes"]}
+    (sidecar,) = spec["initContainers"]
+    assert sidecar["image"] and sidecar["readinessProbe"] == gate()
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_kubernetes_takes_what_kustomize_makes(overlay: str, tmp_path: Path) -> None:
     """Strictly by its schemas; the operator's own kinds are not among them."""
@@ -286,6 +321,7 @@ def test_kubernetes_takes_what_kustomize_makes(overlay: str, tmp_path: Path) -> 
     expected = {
         "plugin": {"kvevents-sglang:0.1.0"},
         "relay": {sidecar, "vllm/vllm-openai:v0.33.0"},
+        "monitoring": set[str](),
     }
     assert images == expected.get(overlay, {sidecar, "kvevents-engine:0.1.0"})
     commands("kubernetes-validate")
