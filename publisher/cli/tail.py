@@ -86,7 +86,8 @@ def add_options(parser: Parser) -> None:
         "--from",
         dest="start",
         metavar="WHERE",
-        help="state: what is held now, then what comes (default where there is a replay endpoint);"
+        help="state: what tells what is held now (a snapshot, or, where nothing has rolled off yet, all"
+        " that was told), then what comes (default where there is a replay endpoint);"
         " live: what comes from now on (default where there is none); beginning: all that is retained,"
         " then what comes; SEQ: from this batch on; -N: from the last N batches on, heartbeats not"
         " counted",

@@ -103,7 +103,7 @@ def test_events_as_text() -> None:
             *("lora_name='ad'", "cache_salt='s'"),
         ],
         ["7", "removed", "CPU_PINNED", "1", "000000000002"],
-        ["7", "cleared"],
+        ["7", "cleared", "replayed"],
     ]
 
 
@@ -163,7 +163,7 @@ def test_sources_and_ranks_have_columns_once_there_are_several() -> None:
     one.ranks.add(4)
     assert lines.needs_header(one) and not lines.needs_header(one)
     lines.begin(one, reading(event))
-    assert lines.event(0, event).split()[1:] == ["3", "7", "cleared"]
+    assert lines.event(0, event).split()[1:] == ["3", "7", "cleared", "replayed"]
     assert "rank" in lines.header
     lines = Lines([one, other], PLAIN, 0)
     written = []
@@ -171,8 +171,8 @@ def test_sources_and_ranks_have_columns_once_there_are_several() -> None:
         lines.begin(each, reading(event))
         written.append(lines.event(0, event))
     assert [line.split()[1:] for line in written] == [
-        ["a/3", "7", "cleared"],
-        ["longer/3", "7", "cleared"],
+        ["a/3", "7", "cleared", "replayed"],
+        ["longer/3", "7", "cleared", "replayed"],
     ]
     assert len(set(map(len, written))) == 1
     assert lines.header.index("seq") + 2 == written[0].index("7 cleared")

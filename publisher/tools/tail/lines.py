@@ -104,6 +104,8 @@ class Lines:
             )
         else:
             line = f"{self._head} {self._cleared}"
+            if not self._verbose and self._reading is not None and self._reading.told.replayed:
+                line += self._paint(" replayed", "dim")  # as before a state that is told: no flush
         if self._verbose:
             line += self._paint(printable(self._more(event)), "dim")
         return line + "\n"
