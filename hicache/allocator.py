@@ -30,6 +30,8 @@ class PageAllocator:
         """Lent, as they were handed out, by their first page."""
         self._lent: set[int] = set()
         """Lent, one by one: of grants that came back in another order."""
+        self.claimed = False
+        """Whether a cache has these pages: they are never another's."""
 
     @property
     def num_free(self) -> int:

@@ -128,7 +128,8 @@ class HiRadixCache:
     of a tensor-parallel group keep in step; rank 0 records events unless `events` says otherwise.
     `hash_format`: see `kvevents.hashing`. `clock`: for deadlines, in seconds.
 
-    A store that is not empty is announced: a clear, then what it holds. Raises ValueError for pools of
+    A pool is one cache's, for good: to begin anew with its pages, `flush`. A store that is not empty is
+    announced: a clear, then what it holds. Raises ValueError for another cache's pools, for pools of
     different shapes or page sizes, for storage or transfers without a host pool (a store that was opened
     for it stays open, and holds its directory, until its `close`), and for a hash format that is none;
     TypeError for what is not of its type.
@@ -168,6 +169,13 @@ class HiRadixCache:
         An insert goes on from there: comparing is most of its work for a long prompt that is known.
         """
 
+        pools = [pool.allocator for pool in (device_pool, host_pool) if pool is not None]
+        for name, allocator in zip(("device_pool", "host_pool"), pools, strict=False):
+            if allocator.claimed:
+                raise ValueError(
+                    f"{name}: it is another cache's, also when that is closed: flush that one, or make"
+                    " a pool anew"
+                )
         self._tree = RadixTree(self.page_size)
         recorded = agreement.rank == 0 if events is None else events
         self._recorder: ResidencyRecorder = Recorder(self._tree) if recorded else NullRecorder()
@@ -184,6 +192,8 @@ class HiRadixCache:
         self._prefetches: Prefetches | None = None
         if storage is not None and host_pool is not None:
             self._add_storage(storage, host_pool)
+        for allocator in pools:
+            allocator.claimed = True
 
     def _add_storage(self, backend: StorageBackend, host_pool: HostPool) -> None:
         backend.attach(host_pool)

@@ -109,7 +109,7 @@ class FileStorage:
     def attach(self, pool: HostPool) -> None:
         """Called once, before all else. Raises StorageError for a pool of another format."""
         if self._pool is not None:
-            raise StorageError("attach: the store has a cache already")
+            raise StorageError("attach: the store has a cache already, or had: open another")
         self._form.check(pool)
         self._pool = pool
 

@@ -93,7 +93,7 @@ class MooncakeStorage:
         Raises StorageError for a pool of another format, and for memory that cannot be registered.
         """
         if self._pool is not None:
-            raise StorageError("attach: the store has a cache already")
+            raise StorageError("attach: the store has a cache already, or had: open another")
         self._form.check(pool)
         code = self._client.register(pool.address, pool.num_bytes)
         if code != OK:

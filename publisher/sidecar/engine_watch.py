@@ -135,11 +135,16 @@ class EngineWatch:
             )
         orphans = foreign.orphans_since_clear
         if not orphans:
+            if self._orphans_due > 1:
+                _log.info(
+                    "all was cleared: nothing that the engine stores from here on is left out"
+                )
             self._orphans_due = 1
         elif orphans >= self._orphans_due:
             self._orphans_due = orphans * _MORE
             _log.warning(
                 "%d blocks are left out: the engine stored them behind others of which nothing was heard."
-                " Routers do not know of such prompts until the engine's cache is flushed",
+                " Routers do not know of such prompts until the engine's cache is flushed (SGLang: POST"
+                " /flush_cache)",
                 orphans,
             )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import tempfile
+import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -26,10 +28,13 @@ yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 __all__ = [
     "DOCKER",
     "REPOSITORY",
+    "blocks",
     "commands",
     "documents",
     "get",
+    "mounts",
     "output_of",
+    "ports",
     "running_sidecar",
     "serve_settings",
     "yaml_of",
@@ -49,6 +54,22 @@ def yaml_of(path: Path | str) -> Any:
     """The one document of a YAML file, or of YAML."""
     (found,) = documents(path)
     return found
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page in a language, without the indent that a list gives them."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", page, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for _, block in found]
+
+
+def ports(container: dict[str, Any]) -> dict[str, int]:
+    """A container's, by name."""
+    return {one["name"]: one["containerPort"] for one in container["ports"]}
+
+
+def mounts(container: dict[str, Any]) -> dict[str, str]:
+    """Where a container has each volume."""
+    return {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
 
 
 def serve_settings(command: Sequence[str], config: Path | None = None) -> Settings:

@@ -18,7 +18,9 @@ from deploy_rig import (
     commands,
     documents,
     get,
+    mounts,
     output_of,
+    ports,
     running_sidecar,
     serve_settings,
     yaml_of,
@@ -44,14 +46,6 @@ POD = SET["spec"]["template"]["spec"]
 (SIDECAR,) = POD["initContainers"]
 (ENGINE,) = POD["containers"]
 FILES = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")
-
-
-def ports(container: dict[str, Any]) -> dict[str, int]:
-    return {one["name"]: one["containerPort"] for one in container["ports"]}
-
-
-def mounts(container: dict[str, Any]) -> dict[str, str]:
-    return {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
 
 
 def built(overlay: str) -> list[Any]:
@@ -116,6 +110,7 @@ def test_the_relay_listens_where_the_engine_publishes() -> None:
     assert msgspec.structs.replace(settings.config, relay=None) == plain
     assert relay.endpoint == told["endpoint"].replace("*", "127.0.0.1")
     assert relay.replay_endpoint == told["replay_endpoint"].replace("*", "127.0.0.1")
+    assert told.pop("buffer_steps") == 100_000
     assert set(told) == {"enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint"}
     words = dict(pairwise(engine["args"]))
     assert int(words["--block-size"]) == relay.worker.block_size

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from hicache_rig import NAMESPACES, SHAPE, new_cache, put
 
-from hicache import HiRadixCache, Node, PagePool
+from hicache import HiRadixCache, HostPool, Node, PagePool
+from hicache.storage import FileStorage, PageFormat, StorageError
 from kvevents import (
     BASE,
     AllBlocksCleared,
@@ -45,6 +48,23 @@ def state_of(cache: HiRadixCache) -> tuple[object, ...]:
 def resident(cache: HiRadixCache) -> set[int]:
     """The hashes on the device."""
     return set(cache.resident_blocks()[StorageMedium.GPU])
+
+
+def test_a_pool_is_one_caches_for_good(tmp_path: Path) -> None:
+    """Of one that is closed too: its pages hold what nobody knows of any more. A cache that could not be
+    made leaves pools as they were.
+    """
+    pool, host = PagePool(4, 4, SHAPE), HostPool(4, 4, SHAPE)
+    other = FileStorage(tmp_path, PageFormat("m", SHAPE, 8), min_free_bytes=0)
+    with contextlib.closing(other), pytest.raises(StorageError, match="page_size"):
+        HiRadixCache(pool, host_pool=host, storage=other)
+    with (
+        HiRadixCache(pool, host_pool=host),
+        pytest.raises(ValueError, match=r"^device_pool: it is another cache's"),
+    ):
+        HiRadixCache(pool)
+    with pytest.raises(ValueError, match=r"^host_pool: it is another cache's"):
+        HiRadixCache(PagePool(4, 4, SHAPE), host_pool=host)
 
 
 # ------------------------------------------------------------------------------------ match_prefix

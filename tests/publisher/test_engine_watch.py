@@ -80,7 +80,10 @@ def test_blocks_behind_the_unknown_are_said(caplog: pytest.LogCaptureFixture) ->
     assert told.replica.foreign.orphans_since_clear == 333
     told.tell(AllBlocksCleared())
     assert told.replica.foreign.orphans_since_clear == 0
-    watch.check(LATER)
+    for _ in range(2):
+        watch.check(LATER)
+    (line,) = said(caplog)
+    assert line.startswith("all was cleared")
     told.orphans(2)
     watch.check(LATER)
     (line,) = said(caplog)

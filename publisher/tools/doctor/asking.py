@@ -167,13 +167,9 @@ def judge_state(
     if source.get("in_step") is False and source.get("worker_up") is True:
         text = "something the worker told was lost, and it is asked to tell its state anew"
         yield Finding(_PROBE, "unknown", text, "it does so at its next pump(); is that called?")
-    if isinstance(refused := messages.get("refused"), int) and refused:
-        text = f"{refused} messages of the worker were refused, and told anew since: {messages}"
-        advice = ""
-        if relayed:
-            text = f"{refused} batches of the engine were missed, and nobody tells them anew: {messages}"
-            advice = "relay.replay_endpoint, and a larger buffer_steps of the engine"
-        yield Finding(_PROBE, "unknown", one_line(text[:300]), advice)
+    if isinstance(refused := messages.get("refused"), int) and refused and not relayed:
+        text = f"{refused} messages of the worker were refused, and told anew since"
+        yield Finding(_PROBE, "unknown", text)
     if isinstance(orphans := state.get("orphans_since_clear"), int) and orphans:
         held = any(_dict(state.get("live_blocks")).values())
         text = (
@@ -274,8 +270,8 @@ _SGLANG = (
 
 _FLUSH = (
     "flush the engine's cache, once (SGLang: POST /flush_cache; vLLM in development mode: POST"
-    " /reset_prefix_cache); against the next time give a relay the engine's replay endpoint, and the"
-    " engine a larger buffer_steps"
+    " /reset_prefix_cache). It does not come to that where a relay starts with the engine, asks its"
+    " replay endpoint, and the engine's buffer_steps are enough"
 )
 
 
