@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 
-from publisher.sidecar.logs import Throttle
 from publisher.sidecar.relay import RelaySource
 from publisher.stream.replica import Replica
 
@@ -13,7 +12,8 @@ __all__ = ["EngineWatch"]
 
 _ENGINE_S = 5.0
 """How long an engine that is relayed may be away at first."""
-_LOG_INTERVAL_S = 1.0
+_LINE_EVERY_S, _LINES_AT_ONCE = 15.0, 8
+"""Of each kind, of things that may happen again and again."""
 _SEVERAL = 2
 _MORE = 10
 """Times as many, and it is said again."""
@@ -21,17 +21,33 @@ _MORE = 10
 _log = logging.getLogger("kvevents.sidecar")
 
 
+class _Pace:
+    """Lines of one kind: some at once, then one now and then."""
+
+    def __init__(self) -> None:
+        self._next = -math.inf
+
+    def allows(self, now: float) -> bool:
+        """Whether there may be a line now, which counts as said."""
+        if now < self._next:
+            return False
+        self._next = max(self._next, now - _LINE_EVERY_S * _LINES_AT_ONCE) + _LINE_EVERY_S
+        return True
+
+
 class EngineWatch:
-    """Each thing is said once, or again when there is much more of it. `relay`: None for a plugin's link.
-    `now`, here and in `check`: monotonic.
+    """Each thing is said once, or again when there is much more of it, or at a pace. `relay`: None for a
+    plugin's link. `now`, here and in `check`: monotonic.
     """
 
     def __init__(self, relay: RelaySource | None, replica: Replica, now: float) -> None:
         self._relay, self._replica = relay, replica
-        self._throttle = Throttle(_LOG_INTERVAL_S)
+        self._connection_pace, self._restart_pace = _Pace(), _Pace()
+        self._replay_pace, self._missed_pace = _Pace(), _Pace()
         self.wake_at = now + _ENGINE_S if relay is not None else math.inf
         """When to call `check` though nothing has come: to say that nobody is there."""
-        self._connected = self._block_size_said = self._rank_said = self._topic_said = False
+        self._connected = self._no_replay_said = False
+        self._block_size_said = self._rank_said = self._topic_said = False
         self._restarts = self._departures = self._unanswered = self._given_up = self._missed = 0
         self._orphans_due = 1
         """How many blocks have to be left out until that is said."""
@@ -62,23 +78,26 @@ class EngineWatch:
                     "address than tcp://*:PORT engines connect, as this relay does",
                     where,
                 )
-        if relay.connected and not self._connected:
-            _log.info("the engine is connected")
-            if relay.replay_endpoint is None:
+        if relay.connected != self._connected and self._connection_pace.allows(now):
+            self._connected = relay.connected
+            if relay.connected:
+                _log.info("the engine is connected")
+            else:
+                _log.warning("the engine is not connected any more")
+            if relay.connected and relay.replay_endpoint is None and not self._no_replay_said:
+                self._no_replay_said = True
                 _log.warning(
                     "relay.replay_endpoint: none: what the engine told before, or is lost on the way,"
                     " stays unknown, and so does what it stores behind that"
                 )
-        elif self._connected and not relay.connected:
-            _log.warning("the engine is not connected any more")
-        self._connected = relay.connected
         if relay.stats.departures != self._departures:
             self._departures = relay.stats.departures
             _log.warning("the engine has not come back: all blocks are cleared")
-        if relay.stats.restarts != self._restarts:
-            self._restarts = relay.stats.restarts
+        if (again := relay.stats.restarts - self._restarts) and self._restart_pace.allows(now):
+            self._restarts += again
             _log.warning(
-                "the engine has started over, or keeps no more what was missed: all blocks are cleared"
+                "the engine has started over, or keeps no more what was missed: all blocks are cleared%s",
+                f", {again} times: are two behind one address?" if again > _SEVERAL else "",
             )
 
     def _check_topic(self, relay: RelaySource) -> None:
@@ -106,13 +125,13 @@ class EngineWatch:
             _log.warning("relay.replay_endpoint: %s: given up; what is missing is unknown", where)
         elif stats.unanswered != self._unanswered:
             self._unanswered = stats.unanswered
-            if relay.batches_wait and self._throttle.take("replay", now) is not None:
+            if relay.batches_wait and self._replay_pace.allows(now):
                 _log.warning("relay.replay_endpoint: %s does not answer; live batches wait", where)
 
     def _check_batches(self, now: float) -> None:
         replica, foreign = self._replica, self._replica.foreign
         missed = replica.counts.missed - self._missed if self._relay is not None else 0
-        if missed and self._throttle.take("missed", now) is not None:
+        if missed and self._missed_pace.allows(now):
             self._missed += missed
             _log.warning(
                 "%d batches of the engine cannot be had: what they stored is not told, nor what is stored"

@@ -46,6 +46,10 @@ _REOPEN_S = 0.1
 _LONGEST_PROBE_S = 30.0
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _NO_DESCRIPTORS_S = 0.5
+_ASK_EVERY_S, _ASKS_AT_ONCE = 0.05, 20
+"""Replays may be asked for so often, and so many without a pause: two engines behind one address, whose
+numbers go back with every batch, are not to keep us busy.
+"""
 
 
 class RelaySource:
@@ -88,7 +92,10 @@ class RelaySource:
         self._frames: deque[Frame] = deque()
         """Live ones that were read and not yet fed to the stream."""
         self._ready: deque[Input] = deque()
-        self._open_at = self._gone_at = self._replay_at = self._probe_at = _INF
+        self._open_at = self._gone_at = self._replay_at = self._probe_at = self._ask_at = _INF
+        self._asked_for = 0
+        """Where the replay begins that is to be asked for at `_ask_at`."""
+        self._next_ask = -_INF
         self._first_probe_s = self._probe_s = probe_s
 
     @property
@@ -133,7 +140,7 @@ class RelaySource:
         """When `read` must be called though nothing is readable."""
         if self._ready or (self._frames and not self._stream.recovering):
             return 0.0
-        return min(self._open_at, self._gone_at, self._replay_at, self._probe_at)
+        return min(self._open_at, self._gone_at, self._replay_at, self._probe_at, self._ask_at)
 
     def read(self, most: int) -> tuple[list[Input], bool]:
         """The next inputs, in order, at most `most` and none after so many bytes, and whether there may
@@ -256,6 +263,8 @@ class RelaySource:
             self._probe_s = min(_LONGEST_PROBE_S, self._probe_s * 2)
             self._probe_at = now + self._probe_s
             self._act(self._stream.probe())
+        if now >= self._ask_at:
+            self._ask_now(now)
 
     def _probe_soon(self) -> None:
         """Something came: what follows it may be lost."""
@@ -327,25 +336,33 @@ class RelaySource:
 
     def _ask(self, start: int) -> None:
         self._close_dealer()
+        now = self._clock()
+        self._asked_for, self._ask_at = start, max(now, self._next_ask)
+        if self._ask_at <= now:
+            self._ask_now(now)
+
+    def _ask_now(self, now: float) -> None:
+        self._ask_at = _INF
+        self._next_ask = max(self._next_ask, now - _ASK_EVERY_S * _ASKS_AT_ONCE) + _ASK_EVERY_S
         endpoint = self._config.replay_endpoint
         assert endpoint is not None, "E1: only a stream that can replay asks"
         try:
             self._dealer = dealer = self._context.socket(zmq.DEALER)
             self._connect(dealer, endpoint)
-            dealer.send_multipart(replay_request(start), zmq.NOBLOCK)
+            dealer.send_multipart(replay_request(self._asked_for), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._close_dealer()
             if error.errno not in _NO_DESCRIPTORS:
                 raise ConfigError(f"relay.replay_endpoint: {endpoint}: {error.strerror}") from None
-            self._replay_at = self._clock() + _NO_DESCRIPTORS_S  # as if no answer came
+            self._replay_at = now + _NO_DESCRIPTORS_S  # as if no answer came
             return
-        self._replay_at = self._clock() + self._replay_timeout_s
+        self._replay_at = now + self._replay_timeout_s
 
     def _close_dealer(self) -> None:
         if self._dealer is not None:
             self._dealer.close(linger=0)
             self._dealer = None
-        self._replay_at = _INF
+        self._replay_at = self._ask_at = _INF
 
 
 def _link_id(config: RelayConfig) -> bytes:

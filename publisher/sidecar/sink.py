@@ -110,6 +110,7 @@ class Sink:
         if config.mode == "bind":
             kept = before.endpoint if before else None
             return (_bind(self.pub, "endpoint", endpoints[0], kept),)
+        self.pub.setsockopt(zmq.IMMEDIATE, 1)  # no queue outlives its connection
         self.pub.setsockopt(zmq.IPV6, any("[" in one for one in endpoints))
         for endpoint in endpoints:
             try:

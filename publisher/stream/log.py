@@ -67,6 +67,8 @@ class _Snapshot:
         self.most_batches = -(-len(state) // blocks_per_batch) or 1
         self.since: list[_Retained] = []
         """Frames from `first` on that the log has dropped."""
+        self.since_bytes = 0
+        """Their weight."""
         self._encode = encode
         self._rest: Iterator[list[Event]] | None = snapshot_batches(state, blocks_per_batch)
         self._made: list[bytes] = []
@@ -176,10 +178,18 @@ class RetainedLog:
             self._bytes -= gone.weight
             self._base.apply(gone.events)
             if self._snapshot is not None:
-                self._snapshot.since.append(gone)
-                if len(self._snapshot.since) * 8 > self._max_batches:
-                    self._snapshot = None
+                self._age(self._snapshot, gone)
         return seq
+
+    def _age(self, snapshot: _Snapshot, gone: _Retained) -> None:
+        """One frame more lies between it and the log; with an eighth of what that keeps it is too old."""
+        snapshot.since.append(gone)
+        snapshot.since_bytes += gone.weight
+        if (
+            len(snapshot.since) * 8 > self._max_batches
+            or snapshot.since_bytes * 8 > self._max_bytes
+        ):
+            self._snapshot = None
 
     def replay(self, start: int) -> Iterator[Answer]:
         """Seqs and payloads from `start` to the newest frame of now (L3), made as they are asked for.

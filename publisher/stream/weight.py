@@ -17,6 +17,8 @@ __all__ = ["weight"]
 _BATCH, _COLUMNS, _EVENT = 150, 450, 500
 _HASH = 48
 """A place in a list and an int."""
+_KEYS = 350
+"""Those of a block, of the usual length."""
 _TOKEN = 36
 """The same, of tokens that are not packed."""
 
@@ -32,6 +34,8 @@ def weight(payload: bytes, events: Sequence[Event]) -> int:
                 tokens = event.token_ids
                 each = TOKEN_BYTES if type(tokens) is TokenIds else _TOKEN
                 size += _EVENT + _HASH * len(event.block_hashes) + each * len(tokens)
+                if event.extra_keys:
+                    size += _KEYS * len(event.extra_keys)
             elif type(event) is BlockRemoved:
                 size += _EVENT + _HASH * len(event.block_hashes)
     return (_BATCH + len(payload) + size) * 6 // 5

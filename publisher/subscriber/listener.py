@@ -183,7 +183,7 @@ class Listener(Closing):
             if event & _REFUSED:
                 self._take(Channel.REFUSED, [], steps)
                 continue
-            if event == _DISCONNECTED and not self.connected:
+            if event == _DISCONNECTED and not (self.connected and self._max_frame >= 0):
                 self._redial_at = time.monotonic() + self._redial_after_s
             elif event == _CONNECTED:
                 self._redial_at, self._redial_after_s = float("inf"), _FIRST_REDIAL_S

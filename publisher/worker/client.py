@@ -289,7 +289,7 @@ class SidecarClient:
         ValueError, and goes on as before, for one whose page size or hash format is not what the sidecar
         was told (`WorkerInfo`); TypeError for what is no cache.
         """
-        if source is not self._source():
+        if source is None or source is not self._source():
             self._take_up(source)
         if not self._enter():
             return False

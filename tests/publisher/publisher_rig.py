@@ -120,10 +120,14 @@ class RawPublisher:
     def publish_at_the_replay_endpoint(self) -> None:
         """In the place of the socket that answers replays."""
         self.router.close(linger=0)
+        self.publish_at(self.replay_endpoint)
+
+    def publish_at(self, endpoint: str) -> None:
+        """There too."""
         deadline = time.monotonic() + PATIENCE_S
         while True:  # another thread of libzmq's lets go of the port
             try:
-                self.pub.bind(self.replay_endpoint)
+                self.pub.bind(endpoint)
                 return
             except zmq.ZMQError:
                 assert time.monotonic() < deadline

@@ -270,6 +270,8 @@ def test_a_cache_that_is_gone_is_let_go_of(link: tuple[Sidecar, Peer]) -> None:
     del cache
     gc.collect()
     assert gone() is None
+    with pytest.raises(TypeError, match="is no cache"):
+        sidecar.pump(None)  # type: ignore[arg-type]
     for _ in range(2):
         until(lambda: sidecar.pump(make_cache()) and peer.numbers())
 

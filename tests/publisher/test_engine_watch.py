@@ -135,6 +135,25 @@ def test_an_engine_that_comes_and_goes(
     ]
 
 
+def test_what_happens_again_and_again_is_said_now_and_then(
+    relay: RelaySource, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some at once, then one each 15 s of a kind; how it ends is said, and how often it was."""
+    told = Told()
+    watch = EngineWatch(relay, told.replica, 0.0)
+    for step in range(2400):
+        relay.connected = step % 2 == 0
+        relay.stats.restarts += 1
+        told.replica.counts.missed += 1
+        watch.check(step / 10)
+    lines = said(caplog)
+    assert 60 < len(lines) < 80
+    assert sum("two behind one address" in line for line in lines) > 10
+    relay.connected = True
+    watch.check(1000.0)
+    assert said(caplog)[0] == "the engine is connected"
+
+
 def test_who_is_no_publisher(relay: RelaySource, caplog: pytest.LogCaptureFixture) -> None:
     """The first guess is that the two endpoints were swapped."""
     watch = EngineWatch(relay, Replica(WORKER), 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -294,6 +295,27 @@ def test_a_publisher_in_the_place_of_another_socket_is_found() -> None:
         with Listener(endpoint) as listener:
             listen_until(listener, lambda steps: Channel.DISCONNECTED in channels(steps))
             publisher.publish_at_the_replay_endpoint()
+            listen_until(listener, lambda _: bool(publisher.pub.poll(0)))
+            publisher.await_subscriber()
+            publisher.live(3)
+            listen_until(listener, lambda steps: told(steps) == [3])
+
+
+def test_a_publisher_after_nonsense_is_found() -> None:
+    """After a good handshake with who is no publisher all the same: libzmq gives up at that, too."""
+    with socket.create_server(("127.0.0.1", 0)) as server, RawPublisher() as publisher:
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with Listener(endpoint) as listener:
+            stranger, _ = server.accept()
+            ready = b"\5READY\x0bSocket-Type\0\0\0\3PUB"
+            stranger.sendall(b"\xff" + bytes(8) + b"\x7f\3\0NULL".ljust(55, b"\0"))
+            stranger.sendall(bytes((4, len(ready))) + ready)
+            listen_until(listener, lambda steps: Channel.CONNECTED in channels(steps))
+            server.close()
+            stranger.sendall(b"\xff" * 2000)
+            listen_until(listener, lambda steps: Channel.DISCONNECTED in channels(steps))
+            stranger.close()
+            publisher.publish_at(endpoint)
             listen_until(listener, lambda _: bool(publisher.pub.poll(0)))
             publisher.await_subscriber()
             publisher.live(3)

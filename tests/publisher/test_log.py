@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -126,6 +128,23 @@ def test_a_start_beyond_the_log_is_answered_with_nothing(start: int) -> None:
     for _ in range(2):
         log.append(payload_of(), [])
     assert list(log.replay(start)) == []
+
+
+def test_a_snapshot_keeps_no_more_than_the_log() -> None:
+    """L2, L4: what has fallen off since it was told counts by its weight too, not by frames alone."""
+    log, story = new_log(10_000, max_bytes=100_000), Story()
+    for _ in range(50):
+        log.append(b"x" * 10_000, story.tell(0, 0, 1))
+    assert list(log.replay(JOIN))
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for _ in range(500):
+            log.append(bytes(10_000), [])
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 200_000
 
 
 def test_an_empty_log_answers_nothing() -> None:

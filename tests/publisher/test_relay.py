@@ -448,6 +448,23 @@ def test_replays_of_another_topic_are_noticed() -> None:
             assert relay.source.other_topic == ("\\xffx" if seq == 2 else None)
 
 
+def test_two_engines_behind_one_address_do_not_keep_it_busy() -> None:
+    """Whose numbers go back with every batch: replays are asked for some times a second at most."""
+    with RawPublisher() as publisher, relaying(publisher) as relay:
+        relay.source.start(0)
+        publisher.end(asked(publisher, relay, 0))
+        publisher.await_subscriber()
+        began, requests = time.monotonic(), 0
+        while (lasted := time.monotonic() - began) < 2.0:
+            for seq in (1000, 3):
+                publisher.live(seq)
+            relay.turn(0.0)
+            if publisher.router.poll(0):
+                requests += 1
+                publisher.end(publisher.request()[0])
+        assert 20 <= requests <= 22 + 20 * lasted
+
+
 def test_nothing_is_left_open() -> None:
     """Neither after a restart and replays, nor when it is closed in the middle of one."""
     before = open_fds()

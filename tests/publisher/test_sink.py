@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import zmq
+from ports_rig import free_endpoints
 from publisher_rig import LOOPBACK, PATIENCE_S, Socket, short_folder
 
 from kvevents import AllBlocksCleared, BlockStored, Event, StorageMedium, decode_batch
@@ -375,6 +376,41 @@ def test_a_full_queue_is_one_subscribers_alone(context: zmq.Context[Socket]) -> 
             assert sink.status.overflows == episode
             while slow.poll(200):
                 receive(slow)
+
+
+def test_what_a_router_does_not_come_back_for_is_not_kept(context: zmq.Context[Socket]) -> None:
+    """A sink that connects: with the connection its queue goes, and it counts as one that has left."""
+    tokens = list(range(8192))
+    (endpoint,) = free_endpoints(1)
+    with open_sink(context, mode="connect", endpoint=endpoint, hwm=100_000) as sink:
+        for _ in range(2):
+            with context.socket(zmq.SUB) as router:
+                router.setsockopt(zmq.LINGER, 0)
+                router.setsockopt(zmq.RCVHWM, 1)
+                router.subscribe(b"")
+                router.bind(endpoint)
+                await_subscribers(sink, 1, router)
+                for _ in range(200):
+                    publish(sink, BlockStored([1], None, tokens, 8192, medium=StorageMedium.GPU))
+            await_subscribers(sink, 0)
+        with context.socket(zmq.SUB) as router:
+            router.setsockopt(zmq.LINGER, 0)
+            router.subscribe(b"")
+            router.bind(endpoint)
+            await_subscribers(sink, 1, router)
+            seq = publish(sink)
+            assert receive(router).seq == seq
+
+
+def await_subscribers(sink: Sink, count: int, router: Socket | None = None) -> None:
+    """A `router` that has bound sees only when it is asked that somebody has come."""
+    deadline = time.monotonic() + PATIENCE_S
+    while subscribers(sink) != count:
+        assert time.monotonic() < deadline
+        if router is not None:
+            router.poll(0)
+        sink.pub.poll(20)
+        sink.take_subscriptions(0.0)
 
 
 def test_who_takes_nothing_for_long_is_disconnected(context: zmq.Context[Socket]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,18 @@ from publisher.stream.weight import weight
 Kept = tuple[bytes, Sequence[Event]]
 
 
-def batch(number: int, num_events: int, num_blocks: int, page: int) -> KVEventBatch:
-    """Stores, and the removal of as much; hashes and tokens as large as they come."""
+def batch(
+    number: int, num_events: int, num_blocks: int, page: int, *, odd: bool = False
+) -> KVEventBatch:
+    """Stores, and the removal of as much; hashes and tokens as large as they come. `odd`: with names."""
     events: list[Event] = []
     for place in range(num_events):
         first = 2**61 + (number * num_events + place) * num_blocks
         tokens = [100_000 + (number + place + one) % 30_000 for one in range(num_blocks * page)]
         hashes: list[int | bytes] = [*range(first, first + num_blocks)]
-        events.append(BlockStored(hashes, None, tokens, page, medium=StorageMedium.GPU))
+        keys = [("adapter-7", f"image-{number}-{one:032x}") for one in range(num_blocks)]
+        more: dict[str, Any] = {"extra_keys": keys, "lora_name": "adapter"} if odd else {}
+        events.append(BlockStored(hashes, None, tokens, page, medium=StorageMedium.GPU, **more))
         events.append(BlockRemoved([*hashes], StorageMedium.GPU))
     return KVEventBatch(1.0, events, 0)
 
@@ -76,6 +81,20 @@ def test_it_is_about_what_is_taken(
         tracemalloc.stop()
     weighed = sum(weight(*one) for one in kept)
     assert taken <= weighed <= 2 * taken, (taken, weighed, {type(one[1]) for one in kept})
+
+
+def test_names_and_keys_count() -> None:
+    """Of an engine's events, which may have some for each block."""
+    told = [batch(number, 1, 64, 64, odd=True) for number in range(50)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        kept = [decoded(one) for one in told]
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken <= sum(weight(*one) for one in kept) <= 2 * taken
 
 
 def test_columns_need_not_become_events() -> None:
