@@ -90,8 +90,9 @@ def text_summary(summary: Mapping[str, Any], buffer_steps: int) -> Iterator[str]
         )
     if summary["view_equal"] is not None:
         rows["router"] = (
-            f"joined at seq {summary['joined_at']} (the log keeps {buffer_steps});"
-            f" {summary['gaps']} gaps, {summary['replayed']:,} replayed, {summary['lost']} lost"
+            f"joined late, at seq {summary['joined_at']}, of which the log keeps the last {buffer_steps}:"
+            f" {summary['replayed']:,} batches replayed, what was before as a snapshot;"
+            f" {summary['gaps']} gaps, {summary['lost']} lost"
         )
     for name, text in rows.items():
         yield f"{name:<14} {text}"
