@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,13 @@ def test_what_waits_at_the_end_is_handed_over(tmp_path: Path) -> None:
         router.setsockopt(zmq.RCVTIMEO, 1000 * int(PATIENCE_S))
         router.subscribe(b"")
         router.connect(f"ipc://{tmp_path}/pub")
-        while not router.poll(10):
-            rank.publish(1.0, [events[0]], None)
+        for first in count(1_000_000, 80):  # until the subscription is there
+            rank.publish(1.0, [stored(first)], None)
+            if router.poll(10):
+                break
         pid = rank.sidecar.pid
         os.kill(pid, signal.SIGSTOP)
-        for event in events[1:]:
+        for event in events:
             rank.publish(1.0, [event], None)
         assert rank._queue
         reads_again = threading.Timer(0.2, os.kill, (pid, signal.SIGCONT))
@@ -159,9 +162,8 @@ def test_what_waits_at_the_end_is_handed_over(tmp_path: Path) -> None:
         index = BlockIndex()
         while AllBlocksCleared() not in (told := _received(router)):
             index.apply(told)
-        assert set(index.resident[StorageMedium.GPU]) == {
-            one for event in events for one in event.block_hashes
-        }
+        blocks = {one for event in events for one in event.block_hashes}
+        assert blocks <= set(index.resident[StorageMedium.GPU])
 
 
 def _received(router: zmq.Socket[bytes]) -> list[Event]:
