@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
+from publisher.sidecar.pace import Pace
 from publisher.sidecar.relay import RelaySource
 from publisher.stream.replica import Replica
 
@@ -12,27 +13,13 @@ __all__ = ["EngineWatch"]
 
 _ENGINE_S = 5.0
 """How long an engine that is relayed may be away at first."""
-_LINE_EVERY_S, _LINES_AT_ONCE = 15.0, 8
+_LINES = (15.0, 8)
 """Of each kind, of things that may happen again and again."""
 _SEVERAL = 2
 _MORE = 10
 """Times as many, and it is said again."""
 
 _log = logging.getLogger("kvevents.sidecar")
-
-
-class _Pace:
-    """Lines of one kind: some at once, then one now and then."""
-
-    def __init__(self) -> None:
-        self._next = -math.inf
-
-    def allows(self, now: float) -> bool:
-        """Whether there may be a line now, which counts as said."""
-        if now < self._next:
-            return False
-        self._next = max(self._next, now - _LINE_EVERY_S * _LINES_AT_ONCE) + _LINE_EVERY_S
-        return True
 
 
 class EngineWatch:
@@ -42,12 +29,13 @@ class EngineWatch:
 
     def __init__(self, relay: RelaySource | None, replica: Replica, now: float) -> None:
         self._relay, self._replica = relay, replica
-        self._connection_pace, self._restart_pace = _Pace(), _Pace()
-        self._replay_pace, self._missed_pace = _Pace(), _Pace()
+        self._connection_pace, self._restart_pace = Pace(*_LINES), Pace(*_LINES)
+        self._replay_pace, self._missed_pace = Pace(*_LINES), Pace(*_LINES)
         self.wake_at = now + _ENGINE_S if relay is not None else math.inf
         """When to call `check` though nothing has come: to say that nobody is there."""
-        self._connected = self._no_replay_said = False
-        self._block_size_said = self._rank_said = self._topic_said = False
+        self._connected = False
+        self._said: set[str] = set()
+        """What is said once."""
         self._restarts = self._departures = self._unanswered = self._given_up = self._missed = 0
         self._orphans_due = 1
         """How many blocks have to be left out until that is said."""
@@ -59,6 +47,13 @@ class EngineWatch:
             self._check_topic(self._relay)
             self._check_replays(self._relay, now)
         self._check_batches(now)
+
+    def _is_new(self, what: str) -> bool:
+        """Whether it is to be said now, which counts as said."""
+        if what in self._said:
+            return False
+        self._said.add(what)
+        return True
 
     def _check_connection(self, relay: RelaySource, now: float) -> None:
         where = relay.endpoint
@@ -84,8 +79,7 @@ class EngineWatch:
                 _log.info("the engine is connected")
             else:
                 _log.warning("the engine is not connected any more")
-            if relay.connected and relay.replay_endpoint is None and not self._no_replay_said:
-                self._no_replay_said = True
+            if relay.connected and relay.replay_endpoint is None and self._is_new("no replay"):
                 _log.warning(
                     "relay.replay_endpoint: none: what the engine told before, or is lost on the way,"
                     " stays unknown, and so does what it stores behind that"
@@ -101,17 +95,17 @@ class EngineWatch:
             )
 
     def _check_topic(self, relay: RelaySource) -> None:
-        if self._topic_said or not relay.topic:
+        if not relay.topic:
             return
         if relay.other_topic is not None:
-            self._topic_said = True
-            _log.warning(
-                "relay.topic: the engine's is '%s', which does not begin with '%s': nothing comes live",
-                relay.other_topic,
-                relay.topic,
-            )
-        elif not relay.stats.received and relay.stats.gaps >= _SEVERAL:
-            self._topic_said = True
+            if self._is_new("topic"):
+                _log.warning(
+                    "relay.topic: the engine's is '%s', which does not begin with '%s': nothing comes"
+                    " live",
+                    relay.other_topic,
+                    relay.topic,
+                )
+        elif not relay.stats.received and relay.stats.gaps >= _SEVERAL and self._is_new("topic"):
             _log.warning(
                 "relay.topic: nothing comes live that begins with '%s', and replays bring batches: is the"
                 " engine's topic another?",
@@ -138,15 +132,13 @@ class EngineWatch:
                 " behind that",
                 missed,
             )
-        if foreign.other_block_size is not None and not self._block_size_said:
-            self._block_size_said = True
+        if foreign.other_block_size is not None and self._is_new("block size"):
             _log.warning(
                 "block_size: the engine's blocks have %d tokens, not %d: they are left out",
                 foreign.other_block_size,
                 foreign.block_size,
             )
-        if replica.other_rank is not None and not self._rank_said:
-            self._rank_said = True
+        if replica.other_rank is not None and self._is_new("rank"):
             _log.warning(
                 "dp_rank: the engine's batches are of rank %d, and are told as of rank %d (--dp-rank)",
                 replica.other_rank,

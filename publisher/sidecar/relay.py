@@ -33,6 +33,7 @@ from kvevents.frames import (
 from publisher.config.sidecar_config import ConfigError, RelayConfig
 from publisher.multipart import receive_now
 from publisher.sidecar.engine_stream import Ask, EngineStream, RelayStats, Step
+from publisher.sidecar.pace import Pace
 from publisher.sidecar.source import BYTES_PER_READ
 from publisher.stream.input import Input
 
@@ -95,7 +96,7 @@ class RelaySource:
         self._open_at = self._gone_at = self._replay_at = self._probe_at = self._ask_at = _INF
         self._asked_for = 0
         """Where the replay begins that is to be asked for at `_ask_at`."""
-        self._next_ask = -_INF
+        self._asks = Pace(_ASK_EVERY_S, _ASKS_AT_ONCE)
         self._first_probe_s = self._probe_s = probe_s
 
     @property
@@ -337,13 +338,13 @@ class RelaySource:
     def _ask(self, start: int) -> None:
         self._close_dealer()
         now = self._clock()
-        self._asked_for, self._ask_at = start, max(now, self._next_ask)
+        self._asked_for, self._ask_at = start, max(now, self._asks.next_at)
         if self._ask_at <= now:
             self._ask_now(now)
 
     def _ask_now(self, now: float) -> None:
         self._ask_at = _INF
-        self._next_ask = max(self._next_ask, now - _ASK_EVERY_S * _ASKS_AT_ONCE) + _ASK_EVERY_S
+        self._asks.allows(now)  # the moment was chosen so
         endpoint = self._config.replay_endpoint
         assert endpoint is not None, "E1: only a stream that can replay asks"
         try:
