@@ -28,6 +28,7 @@ from kvevents.merge import merge_events
 from kvevents.namespace import BASE, Namespace
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds
 from publisher.engines.disk import MEETING, KnownBlock, Meeting
+from publisher.once import Once
 
 __all__ = ["ToldPages"]
 
@@ -76,7 +77,7 @@ class ToldPages:
         self._coming: set[bytes] = set()
         """Pages of the `put` under way that were not lost again."""
         self._closed = False
-        self._said: set[str] = set()
+        self._said = Once()
         self._teller = BackgroundThread("kv-storage-tell")
         self._meeting.join_storage(self)
 
@@ -170,8 +171,7 @@ class ToldPages:
     def _say(self, message: str, reason: str) -> None:
         """Each kind once: what begins alike, as numbers and paths come last."""
         kind = " ".join(reason.split()[:3])
-        if kind not in self._said:
-            self._said.add(kind)
+        if self._said.is_new(kind):
             _log.warning(message, reason)
 
     def clear(self) -> None:

@@ -28,6 +28,7 @@ from publisher.engines.disk import MEETING, Holdings, Meeting
 from publisher.engines.events import EventReader
 from publisher.engines.told import Told
 from publisher.link.messages import Bound
+from publisher.once import Once
 from publisher.worker.attendant import Respawn
 from publisher.worker.client import DEFAULT_RING_BYTES, ClientStats, LinkError, SidecarClient
 from publisher.worker.spawned import Sidecar, spawn
@@ -38,7 +39,6 @@ _READY_S = 10.0
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 30.0
 _FOR_EVER = Respawn(attempts=2**31)
 """An engine runs for weeks, and nobody starts it again for its publisher's sake."""
-_MOST_SAID = 64
 _DOES = {"bind": "publishes at", "connect": "connects, for a router to bind there, to"}
 _FULL_PAUSE_S = 0.01
 """Between looks whether a link that was full has room again."""
@@ -92,7 +92,7 @@ class EngineSidecar:
         self._pushing = False
         """Whether a thread waits for the link to have room; whose turn it is says so."""
         self._pid = os.getpid()
-        self._said: set[str] = set()
+        self._said = Once()
         self._known: Holdings | None = None
         self._meeting.join_publisher(self)
         if block_size is not None:
@@ -223,8 +223,7 @@ class EngineSidecar:
     def _say(self, message: str, reason: str) -> None:
         """Each kind once."""
         kind = reason.partition(":")[0]
-        if kind not in self._said and len(self._said) < _MOST_SAID:
-            self._said.add(kind)
+        if self._said.is_new(kind):
             _log.warning(message, reason)
 
     # ----------------------------------------------------------------------------------- its life

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
+from publisher.once import Once
 from publisher.sidecar.pace import Pace
 from publisher.sidecar.relay import RelaySource
 from publisher.stream.replica import Replica
@@ -34,8 +35,7 @@ class EngineWatch:
         self.wake_at = now + _ENGINE_S if relay is not None else math.inf
         """When to call `check` though nothing has come: to say that nobody is there."""
         self._connected = False
-        self._said: set[str] = set()
-        """What is said once."""
+        self._said = Once()
         self._restarts = self._departures = self._unanswered = self._given_up = self._missed = 0
         self._orphans_due = 1
         """How many blocks have to be left out until that is said."""
@@ -47,13 +47,6 @@ class EngineWatch:
             self._check_topic(self._relay)
             self._check_replays(self._relay, now)
         self._check_batches(now)
-
-    def _is_new(self, what: str) -> bool:
-        """Whether it is to be said now, which counts as said."""
-        if what in self._said:
-            return False
-        self._said.add(what)
-        return True
 
     def _check_connection(self, relay: RelaySource, now: float) -> None:
         where = relay.endpoint
@@ -79,7 +72,7 @@ class EngineWatch:
                 _log.info("the engine is connected")
             else:
                 _log.warning("the engine is not connected any more")
-            if relay.connected and relay.replay_endpoint is None and self._is_new("no replay"):
+            if relay.connected and relay.replay_endpoint is None and self._said.is_new("no replay"):
                 _log.warning(
                     "relay.replay_endpoint: none: what the engine told before, or is lost on the way,"
                     " stays unknown, and so does what it stores behind that"
@@ -98,14 +91,16 @@ class EngineWatch:
         if not relay.topic:
             return
         if relay.other_topic is not None:
-            if self._is_new("topic"):
+            if self._said.is_new("topic"):
                 _log.warning(
                     "relay.topic: the engine's is '%s', which does not begin with '%s': nothing comes"
                     " live",
                     relay.other_topic,
                     relay.topic,
                 )
-        elif not relay.stats.received and relay.stats.gaps >= _SEVERAL and self._is_new("topic"):
+        elif (
+            not relay.stats.received and relay.stats.gaps >= _SEVERAL and self._said.is_new("topic")
+        ):
             _log.warning(
                 "relay.topic: nothing comes live that begins with '%s', and replays bring batches: is the"
                 " engine's topic another?",
@@ -132,13 +127,13 @@ class EngineWatch:
                 " behind that",
                 missed,
             )
-        if foreign.other_block_size is not None and self._is_new("block size"):
+        if foreign.other_block_size is not None and self._said.is_new("block size"):
             _log.warning(
                 "block_size: the engine's blocks have %d tokens, not %d: they are left out",
                 foreign.other_block_size,
                 foreign.block_size,
             )
-        if replica.other_rank is not None and self._is_new("rank"):
+        if replica.other_rank is not None and self._said.is_new("rank"):
             _log.warning(
                 "dp_rank: the engine's batches are of rank %d, and are told as of rank %d (--dp-rank)",
                 replica.other_rank,

@@ -54,6 +54,7 @@ from publisher.link.messages import (
 )
 from publisher.link.packed import pack_plain
 from publisher.link.ring import MIN_RING_BYTES, RingWriter, above_streams
+from publisher.once import Once
 from publisher.worker.door import ABSENT, SLOW, Admitted, Door, Left, TurnedAway
 from publisher.worker.wake import wake
 
@@ -65,7 +66,6 @@ RETELL_BLOCKS = 256
 _RECORD_BYTES = 64  # of a block's record at most, apart from its tokens and its namespace
 _PARTS = 4  # of a re-telling that the ring has room for
 _MOST_KEPT_BYTES = 1 << 20
-_INVALID_KINDS = 64  # of which each is logged once
 _FIRST, _OTHER = -1, -2  # in the place of a request that was met: a re-telling is due unasked
 
 _log = logging.getLogger("kvevents.link")
@@ -157,7 +157,7 @@ class SidecarClient:
         self._buffer = bytearray()
         """What the last batch was packed in; to ask for new memory each time would take as long."""
         self._stats = ClientStats()
-        self._invalid_kinds: set[str] = set()
+        self._invalid_kinds = Once()
         self._closed = False
         self._pid = os.getpid()
         self.sinks: tuple[Bound, ...] = ()
@@ -437,8 +437,7 @@ class SidecarClient:
     def _count_invalid(self, error: Exception) -> None:
         self._stats.invalid += 1
         kind = re.sub(r"\[\d+\]", "[]", str(error).partition(":")[0])
-        if kind not in self._invalid_kinds and len(self._invalid_kinds) < _INVALID_KINDS:
-            self._invalid_kinds.add(kind)
+        if self._invalid_kinds.is_new(kind):
             _log.warning("a batch that breaks the contract was not published: %s", error)
 
     # --------------------------------------------------------------------------------- waiting
