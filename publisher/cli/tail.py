@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -175,6 +176,7 @@ def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
     from publisher.cli.hint import doctor_command
     from publisher.tools.colour import painter, wants_colour
+    from publisher.tools.interrupt import Interrupt
     from publisher.tools.source import Sources
     from publisher.tools.tail.filters import parse_filter
     from publisher.tools.tail.footer import footer
@@ -196,31 +198,36 @@ def run(options: argparse.Namespace) -> int:
     stdout = _stdout(options)
     colours = wants_colour(options.color, stdout, os.environ)
     doctors = [doctor_command(options, text) for text in options.sources]
-    with Sources(
-        addresses,
-        topic=options.topic,
-        start=start.asked,
-        server_key=server_key,
-        client_keys=client_keys,
-    ) as sources:
-        streams = streams_of(sources, start, check=not options.no_check)
-        _watch(streams, options.topic, start, doctors)
-        lines = Lines(streams, painter(colours=colours), options.verbose)
-        tail = Tail(
-            sources,
-            streams,
-            start=start,
-            limits=limits,
-            chosen=chosen,
-            writer=_writer(options, lines),
-            out=Printer(stdout),
-            aside=say,
-            lines=lines,
-            plain=Lines(streams, painter(colours=False), options.verbose),
-            notes=options.verbose > 0,
-            header=stdout.isatty() and options.output == "text" and options.format is None,
-        )
-        tail.run()
+    with ExitStack() as stack:
+        with Interrupt() as interrupt:  # as in `run`: Ctrl-C ends it, and what came is told
+            sources = stack.enter_context(
+                Sources(
+                    addresses,
+                    topic=options.topic,
+                    start=start.asked,
+                    server_key=server_key,
+                    client_keys=client_keys,
+                )
+            )
+            streams = streams_of(sources, start, check=not options.no_check)
+            _watch(streams, options.topic, start, doctors)
+            lines = Lines(streams, painter(colours=colours), options.verbose)
+            tail = Tail(
+                sources,
+                streams,
+                start=start,
+                limits=limits,
+                chosen=chosen,
+                writer=_writer(options, lines),
+                out=Printer(stdout),
+                aside=say,
+                lines=lines,
+                plain=Lines(streams, painter(colours=False), options.verbose),
+                notes=options.verbose > 0,
+                header=stdout.isatty() and options.output == "text" and options.format is None,
+            )
+        if not interrupt.came:
+            tail.run()
         damaged = tail.read_all and _say_torn(streams)
         came = _say_silent(streams, options, tail)
     if came and not options.quiet:
