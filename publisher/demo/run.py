@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import subprocess
 import sys
@@ -25,6 +26,8 @@ __all__ = ["run_demo"]
 
 _TAIL_LINES = 8
 _END_S = 1.0
+_SIDECAR_END_S = 5.0
+"""It ends by itself when the worker has; a next demo may want its ports."""
 _SILENCE_S = 120.0
 
 Line = dict[str, Any]
@@ -142,6 +145,7 @@ class _Demo:
         self._tail: _Child | None = None
         self._unread: deque[tuple[_Child, Line | None]] = deque()
         self._router_ended = False
+        self._sidecar = 0
 
     def run(self) -> tuple[Line, Line | None]:
         """What the worker and the router say at the end; None for a router that ended before."""
@@ -180,7 +184,7 @@ class _Demo:
         return ended, view
 
     def end(self) -> None:
-        """End every child. Safe to call twice."""
+        """End every child, and see the sidecar end. Safe to call twice."""
         self._progress.finish()
         for child in self._children:
             if child.process.stdin is not None:
@@ -188,6 +192,9 @@ class _Demo:
                     child.process.stdin.close()
         for child in self._children:
             child.end()
+        if self._sidecar:
+            _await_end(self._sidecar, _SIDECAR_END_S)
+            self._sidecar = 0
         self._selector.close()
 
     def _start(self, *arguments: str) -> _Child:
@@ -237,7 +244,21 @@ class _Demo:
             if child is self._tail:
                 self._progress.say(line.decode(errors="replace"))
             else:
-                self._unread.append((child, msgspec.json.decode(line)))
+                said: Line = msgspec.json.decode(line)
+                self._sidecar = said.get("sidecar", self._sidecar)
+                self._unread.append((child, said))
+
+
+def _await_end(pid: int, timeout_s: float) -> None:
+    """Wait, so long at most, for the end of a process that is no child of this one."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([process], [], [], timeout_s)
+    finally:
+        os.close(process)
 
 
 class _Progress:

@@ -67,10 +67,10 @@ def run(engine: Engine, sidecar: Sidecar, requests: Iterator[tuple[int, Request]
             full_rss = resident_mb()
         if (now := time.monotonic()) - reported > _REPORT_EVERY_S:
             reported = now
-            say(requests=engine.num_served, batches=sidecar.client.stats.written)
+            say_progress(engine, sidecar)
     seconds = time.monotonic() - start
     settled = engine.settle()
-    say(requests=engine.num_served, batches=sidecar.client.stats.written)
+    say_progress(engine, sidecar)
     flushed = sidecar.client.flush(cache, _FLUSH_S)
     if flushed is None or not settled:
         say(failed="the sidecar is gone or did not publish in time" if settled else _UNSETTLED)
@@ -118,6 +118,11 @@ def run(engine: Engine, sidecar: Sidecar, requests: Iterator[tuple[int, Request]
         },
     )
     return True
+
+
+def say_progress(engine: Engine, sidecar: Sidecar) -> None:
+    """How far it is, and which process the sidecar is: another takes the place of one that died."""
+    say(requests=engine.num_served, batches=sidecar.client.stats.written, sidecar=sidecar.pid)
 
 
 class Cost:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from publisher_rig import (
     LOOPBACK,
+    PATIENCE_S,
     eventually,
     kill,
     kvevents,
@@ -46,10 +47,10 @@ _numbers = count()
 
 @pytest.fixture
 def tag() -> Iterator[str]:
-    """A mark for every process of a test; none may be left at its end."""
+    """A mark for every process of a test; none may be left soon after its end."""
     tag = f"{os.getpid()} {next(_numbers)}"
     yield tag
-    assert tagged(tag) == {}
+    assert still_running(tagged(tag), PATIENCE_S) == set()
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -154,6 +155,28 @@ def test_a_trace_that_begins_anew(tag: str) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60.0)
         assert (process.returncode, err) == (130, "")
+
+
+@pytest.mark.integration
+def test_ctrl_c_lasts_until_the_sidecar_has_ended(tag: str) -> None:
+    """Also of one that took the place of another: its ports are free for the next demo."""
+    with start_kvevents(tag, "demo", *ENDLESS, *FREE_PORTS) as process:
+        find(tag, TAIL)
+        first = find(tag, SIDECAR)
+        kill(first)
+        sidecar = eventually(
+            lambda: running({pid: of for pid, of in tagged(tag).items() if pid != first}, SIDECAR)
+        )
+        assert process.stdout is not None
+        while "joined" not in process.stdout.readline():
+            pass  # the worker has told of it long before
+        kill(sidecar, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        assert still_running([process.pid], 0.5) == {process.pid}
+        kill(sidecar, signal.SIGCONT)
+        _, err = process.communicate(timeout=60.0)
+        assert process.returncode == 130
+        assert re.fullmatch(r"the sidecar of pid \d+ ended with -9; the next starts in .*\n", err)
 
 
 def test_a_loop_has_no_summary() -> None:
