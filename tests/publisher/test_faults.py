@@ -156,7 +156,7 @@ def test_a_killed_worker_is_noticed_though_a_child_of_it_lives() -> None:
                 worker.kill()
                 killed_at = time.monotonic()
                 (last,) = receive_until(subscriber, bool)
-                assert time.monotonic() - killed_at < 1.0
+                assert time.monotonic() - killed_at < 3.0  # one, where nothing else runs
                 assert isinstance(last, Batch)
                 assert last.batch.events == [AllBlocksCleared()]
             assert still_running([int(pid)], 3.0) == set()

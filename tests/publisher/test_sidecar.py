@@ -467,7 +467,7 @@ def test_a_killed_worker_is_announced_and_its_sidecar_ends() -> None:
             killed_at = time.monotonic()
             process.kill()
             (last,) = receive_until(subscriber, bool)
-            assert time.monotonic() - killed_at < 1.0
+            assert time.monotonic() - killed_at < 3.0  # one, where nothing else runs
             assert isinstance(last, Batch)
             assert (last.seq, cleared(last.batch)) == (expected, True)
             assert still_running([int(pid)], 5.0) == set()

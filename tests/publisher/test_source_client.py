@@ -175,7 +175,7 @@ def test_a_full_ring_refuses_at_once() -> None:
         start = time.monotonic()
         for _ in range(2000):
             assert not link.client.publish([store(4 * number, 4)])
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 4.0
         assert link.client.stats == ClientStats(written=number, refused=2001)
         assert link.take() == number
         assert not link.source.in_step

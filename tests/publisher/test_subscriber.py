@@ -616,7 +616,7 @@ def test_silence_is_an_empty_list_in_time() -> None:
         start = time.monotonic()
         assert subscriber.receive(0.05) == []
         assert subscriber.receive(0) == []
-        assert 0.05 <= time.monotonic() - start < 3.0
+        assert 0.05 <= time.monotonic() - start < 5.0
 
 
 def test_a_flood_without_anything_to_deliver_is_silence() -> None:
