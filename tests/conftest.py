@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -30,6 +31,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(PROFILE)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Of a run in the background of a script: every command that a test sends Ctrl-C would ignore it too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
