@@ -114,6 +114,8 @@ class CacheStats:
     """Pages that were to be backed up, and found no room on the host, each time they were."""
     missed_writes: int
     """Pages that left the host before they were written to storage."""
+    short_prompts: int
+    """Inserted ones that filled no page, so that there was nothing to keep, and nothing to tell."""
     storage: StorageStats | None
 
 
@@ -163,7 +165,7 @@ class HiRadixCache:
         self._clock = clock
         self._materializer: Materializer | None = None
         self._taken_as_records = False
-        self._num_locks = 0
+        self._num_locks = self._num_short = 0
         self._walked: dict[int, tuple[bytes, Node]] = {}
         """Of prompts that came packed and are to be inserted yet, by identity: how far the tree had them.
         An insert goes on from there: comparing is most of its work for a long prompt that is known.
@@ -315,6 +317,7 @@ class HiRadixCache:
             parent = path[-1] if path else self._tree.root(namespace)
             node = self._tree.add(parent, packed[found * page_bytes : whole * page_bytes])
             path.append(node)
+            node.priority = priority
             rest = found - existing
             self._tiered.store(node, DEVICE, new[rest:] if rest else new)
         self._touch(path)
@@ -323,6 +326,8 @@ class HiRadixCache:
             if priority > node.priority:
                 node.priority = priority
         self._write_down(path)
+        if not whole:
+            self._num_short += 1
         return Insertion(existing, path[-1] if path else self._tree.root(namespace))
 
     def _recreate(self, path: list[Node], pages: PageIndices) -> None:
@@ -488,7 +493,7 @@ class HiRadixCache:
         return self._mover.evict(num_pages)
 
     def flush(self) -> None:
-        """Drop everything, on every tier; a store on disk is empty from then on.
+        """Drop everything, on every tier; a store on disk is empty from then on, unless it is closed.
 
         What is under way comes to nothing. An external store keeps its pages, which other workers may be
         using; after a change of weights its `PageFormat` needs another model name. Raises ValueError,
@@ -635,6 +640,7 @@ class HiRadixCache:
             self._flights.num_abandoned,
             self._mover.num_without_room,
             tier.num_missed if tier is not None else 0,
+            self._num_short,
             tier.backend.stats if tier is not None else None,
         )
 

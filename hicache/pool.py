@@ -245,13 +245,13 @@ class HostPool:
 
 
 def as_pages(indices: object) -> PageIndices:
-    """Page indices from an array, a tensor or a sequence of ints.
+    """Page indices from an array, numpy's too, a tensor or a sequence of ints.
 
     Raises TypeError for others, and ValueError for an int that no index can be.
     """
     if isinstance(indices, array) and indices.typecode == "q":
         return indices
-    if isinstance(indices, torch.Tensor):
+    if hasattr(indices, "tolist"):
         indices = indices.tolist()
     if not isinstance(indices, (list, tuple, array, range)):
         raise TypeError(f"page_indices: {type(indices).__name__} is not a sequence of ints")

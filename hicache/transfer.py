@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -129,9 +130,8 @@ class CpuTransfers:
     def wait(self, jobs: Iterable[TransferJob], timeout_s: float) -> None:
         self.start()
         futures = {job.future for job in jobs if isinstance(job, _CpuJob)}
-        wait_for(
-            {one for one in futures if not one.done()}, timeout_s
-        )  # it waits for cancelled ones
+        left = {one for one in futures if not one.done()}  # it waits for cancelled ones
+        wait_for(left, min(timeout_s, threading.TIMEOUT_MAX))
 
     def close(self) -> None:
         self._closed = True

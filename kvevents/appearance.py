@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvevents.codec import elements
+from kvevents.errors import KVEventsError
+
 __all__ = ["Appearance", "EventsAs", "Presence", "TimeAs"]
 
 EventsAs = Literal["maps", "arrays", "objects", "mixed", "unknown"]
@@ -45,7 +48,6 @@ _UNREADABLE = (
     TypeError,
     ValueError,
 )
-_split = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _plain = msgspec.msgpack.Decoder().decode
 
 
@@ -133,10 +135,10 @@ class Appearance:
         """Look at one more."""
         self.payloads += 1
         try:
-            parts = _split(payload)
+            parts = elements(payload, "payload")
             ts = _plain(parts[0])
-            events = _split(parts[1])
-        except (*_UNREADABLE, IndexError):
+            events = elements(parts[1], "events")
+        except (*_UNREADABLE, IndexError, KVEventsError):
             self.unreadable += 1
             return
         self._see_rank(parts)

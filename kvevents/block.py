@@ -59,7 +59,11 @@ class Block(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_findable(self) -> bool:
-        """Whether a prompt's tokens and namespace are all that it is of."""
+        """Whether a prompt's tokens and namespace are all that it is of. An adapter that has a number,
+        from 1, and no name is in no namespace.
+        """
+        if self.lora_id and self.namespace.lora_name is None:
+            return False
         if not self.extra_keys:
             return bool(self.text)
         return bool(self.text) and not has_own_keys(self.extra_keys, self.namespace.lora_name)

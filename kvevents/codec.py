@@ -34,6 +34,7 @@ __all__ = [
     "check_batch",
     "check_event",
     "decode_batch",
+    "elements",
     "encode_batch",
     "pack_batch",
     "pack_batch_into",
@@ -219,7 +220,7 @@ _OF_A_STORE = b"event_type"
 
 def _decode_leniently(payload: bytes) -> Decoded:
     """Event by event: nothing in one of them, not even bytes that are no value, reaches the others."""
-    parts = _elements(payload, "payload")
+    parts = elements(payload, "payload")
     if len(parts) < 2:
         raise KVEventsError("payload: a batch is an array of three, [ts, events, dp_rank]")
     ts = _plain(parts[0], "ts")
@@ -229,7 +230,7 @@ def _decode_leniently(payload: bytes) -> Decoded:
     if rank is not None and type(rank) is not int:
         raise KVEventsError(f"dp_rank: {short(rank)} is not an int")
     read = _event
-    events = _elements(parts[1], "events")
+    events = elements(parts[1], "events")
     if type(ts) is int and (ts >= _LEAST_MS or any(map(_is_of_a_store, events))):
         ts, read = ts / 1000, _store_event
     kept: list[Event] = []
@@ -249,8 +250,11 @@ _MAX_SMALL = 1000
 """So many elements may be smaller."""
 
 
-def _elements(data: bytes | msgspec.Raw, path: str) -> list[msgspec.Raw]:
-    """Each would cost some hundred bytes, so a crowd of what can be no event is refused as a whole."""
+def elements(data: bytes | msgspec.Raw, path: str) -> list[msgspec.Raw]:
+    """What an array is made of. Raises KVEventsError, naming `path`, for what is none.
+
+    Each would cost some hundred bytes, so a crowd of what can be no event is refused as a whole.
+    """
     size, count = len(memoryview(data)), _length(bytes(memoryview(data)[:5]))
     most = _MAX_SMALL + size // _LEAST_EVENT_BYTES
     if count > most:

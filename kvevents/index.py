@@ -34,6 +34,8 @@ _MEDIA = tuple(StorageMedium)
 _BIT = {medium: 1 << i for i, medium in enumerate(_MEDIA)}
 _MEDIUM = {bit: medium for medium, bit in _BIT.items()}
 _ALL = (1 << len(_MEDIA)) - 1
+_MIN_NAMES = 1000
+"""Namespaces that are kept without a look at whether a block is in them."""
 
 
 @dataclass(slots=True)
@@ -117,6 +119,7 @@ class BlockIndex:
         if (
             medium is None
             or size != self.block_size
+            or event.lora_id is not None
             or event.lora_name is not None
             or event.cache_salt is not None
             or event.extra_key is not None
@@ -137,14 +140,14 @@ class BlockIndex:
             name = hashes[0]
             if name in blocks:
                 return False
-            new = (Block(parent, packed, None, BASE, event.lora_id, bit),)  # type: ignore[arg-type]
+            new = (Block(parent, packed, None, BASE, None, bit),)  # type: ignore[arg-type]
             blocks[name] = new[0]
         else:
             chain = self._chain_of(hashes, packed, step)
             if chain is None:
                 return False
             parents = [parent, *hashes[:-1]]
-            same = repeat(chain), repeat(None), repeat(BASE), repeat(event.lora_id), repeat(bit)
+            same = repeat(chain), repeat(None), repeat(BASE), repeat(None), repeat(bit)
             new = list(map(Block, parents, *same, range(count)))
             blocks.update(zip(hashes, new, strict=True))
         if self._prompts is not None:
@@ -293,6 +296,9 @@ class BlockIndex:
             found = Namespace(event.lora_name, event.cache_salt, event.extra_key)
         except (TypeError, ValueError):
             return None
+        if len(self._namespaces) > 2 * len(self._blocks) + _MIN_NAMES:  # others' blocks are gone
+            held = {block.namespace for block in self._blocks.values()}
+            self._namespaces = {name: name for name in held}
         return self._namespaces.setdefault(found, found)
 
     # --------------------------------------------------------------------------------- queries
@@ -300,7 +306,8 @@ class BlockIndex:
     def overlap(self, tokens: Any, namespace: Namespace = BASE) -> Overlap:
         """How much of the prompt's prefix is held. Walks by tokens: any engine's hashes will do, and
         blocks that were told without their tokens are not found. Nor are blocks whose extra keys say
-        more than the adapter's name, and what is behind them: a namespace does not hold what they say.
+        more than the adapter's name, or that have its number alone, and what is behind them: a namespace
+        does not hold what they say.
 
         Raises what `pack_tokens` raises.
         """

@@ -15,7 +15,7 @@ __all__ = ["merge_events"]
 
 def merge_events(events: Iterable[Event]) -> list[Event]:
     """`events` in their order, with fewer of them: consecutive stores become one when they are alike
-    and the blocks form one chain, consecutive removals when their medium is the same. Events that need
+    and the blocks form one chain, consecutive removals when they are of the same place. Events that need
     no change are the same objects; none is mutated.
     """
     merged: list[Event] = []
@@ -33,12 +33,12 @@ def merge_events(events: Iterable[Event]) -> list[Event]:
 def _joins(last: Event, event: Event) -> bool:
     if isinstance(last, BlockStored) and isinstance(event, BlockStored):
         return (
-            event.parent_block_hash == last.block_hashes[-1]
+            last.block_hashes[-1:] == [event.parent_block_hash]
             and _identity(event) == _identity(last)
             and bool(len(event.token_ids)) == bool(len(last.token_ids))
         )
     if isinstance(last, BlockRemoved) and isinstance(event, BlockRemoved):
-        return last.medium == event.medium and last.group_idx == event.group_idx
+        return _where(last) == _where(event)
     return isinstance(last, AllBlocksCleared) and isinstance(event, AllBlocksCleared)
 
 
@@ -53,7 +53,12 @@ def _identity(event: BlockStored) -> tuple[object, ...]:
         event.extra_key,
         event.group_idx,
         event.kv_cache_spec_kind,
+        event.locality,
     )
+
+
+def _where(event: BlockRemoved) -> tuple[object, ...]:
+    return event.medium, event.group_idx, event.locality
 
 
 def _joined(group: list[Event]) -> Event:

@@ -16,7 +16,6 @@ The checksums of large pages are computed by a third thread, as far ahead of the
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections import deque
@@ -31,15 +30,11 @@ from hicache.pool import HostPool
 from hicache.storage.backend import StorageError, StorageStats, StoredPage
 from hicache.storage.chains import Chains, Entry
 from hicache.storage.keys import KeyScheme, PageFormat, file_keys
-from hicache.storage.page_file import BadPage, page_sum
+from hicache.storage.page_file import PASSING, BadPage, page_sum
 from hicache.storage.page_folder import PageFolder
 from hicache.tier import Tier
 
 __all__ = ["FileStorage"]
-
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
-"""Errors that say nothing about the file."""
-
 
 _LARGE = 256 << 10
 """Bytes whose checksum takes longer than to pass it on."""
@@ -147,12 +142,15 @@ class FileStorage:
         """Forget every page at once: none is found any more, not even after a crash, and no earlier `put`
         stores one. The space is free as soon as the writing thread comes to it, before any later `put`.
 
-        In a directory shared with others' files the pages' files are removed one by one, then.
+        In a directory shared with others' files the pages' files are removed one by one, then. After
+        `close` the directory may be another store's: the index is empty, and the files stay.
         """
         with self._lock:
             self._cleared += 1
             self._chains, old = Chains(), self._chains
             self._lost.clear()
+        if self._closing:
+            return
         keys: list[bytes] = []
         try:
             if not self._folder.set_aside():
@@ -201,7 +199,7 @@ class FileStorage:
         except BadPage as error:
             self._lose(entry, f"get: {error}", num_rejected=1)
         except OSError as error:
-            if error.errno in _PASSING:
+            if error.errno in PASSING:
                 self._note(f"get: {error}")
             else:
                 self._lose(entry, f"get: {error}")

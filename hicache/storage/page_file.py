@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL, c_int, c_int64, get_errno
-from errno import ENOSPC
+from errno import EAGAIN, EMFILE, ENFILE, ENOMEM, ENOSPC
 from hashlib import shake_128
 from pathlib import Path
 from struct import Struct
@@ -33,6 +33,7 @@ from hicache.storage.backend import StoredPage
 from kvevents.namespace import Namespace
 
 __all__ = [
+    "PASSING",
     "BadPage",
     "encode_metadata",
     "footer_size",
@@ -42,6 +43,8 @@ __all__ = [
     "write_page",
 ]
 
+PASSING = frozenset({EMFILE, ENFILE, ENOMEM, EAGAIN})
+"""Errors that say nothing about the file."""
 _MAGIC = b"kvpage\x00\x02"
 _FOOTER = Struct("<QIII8s")
 _TAIL = 4096
@@ -156,6 +159,7 @@ def read_trailer(path: str, num_bytes: int, page_bytes: int) -> tuple[StoredPage
     try:
         tail = os.pread(fd, _TAIL, max(num_bytes - _TAIL, 0))
         if len(tail) < num_bytes - page_bytes:
+            _footer_of(memoryview(tail), num_bytes, page_bytes)  # others' files may be of any size
             tail = os.pread(fd, num_bytes - page_bytes, page_bytes)
     finally:
         os.close(fd)
@@ -166,14 +170,7 @@ def read_trailer(path: str, num_bytes: int, page_bytes: int) -> tuple[StoredPage
 
 def _parse(trailer: memoryview, num_bytes: int, page_bytes: int) -> tuple[_Metadata, int]:
     """The metadata, and the checksum that the page must have."""
-    if len(trailer) < footer_size:
-        raise BadPage("it is too short")
-    footer = _FOOTER.unpack(trailer[-footer_size:])
-    page_length, metadata_length, page_checksum, metadata_checksum, magic = footer
-    if magic != _MAGIC:
-        raise BadPage("it has no footer")
-    if (page_length, page_length + metadata_length + footer_size) != (page_bytes, num_bytes):
-        raise BadPage("it has another length than its footer says")
+    metadata_length, page_checksum, metadata_checksum = _footer_of(trailer, num_bytes, page_bytes)
     encoded = trailer[:metadata_length]
     if crc32(encoded) != metadata_checksum:
         raise BadPage("its metadata's checksum is wrong")
@@ -181,6 +178,19 @@ def _parse(trailer: memoryview, num_bytes: int, page_bytes: int) -> tuple[_Metad
         return _decode(encoded), page_checksum
     except msgspec.MsgspecError as error:
         raise BadPage(f"its metadata: {error}") from None
+
+
+def _footer_of(end: memoryview, num_bytes: int, page_bytes: int) -> tuple[int, int, int]:
+    """Of a file that ends so: the length of its metadata, and both checksums."""
+    if len(end) < footer_size:
+        raise BadPage("it is too short")
+    footer = _FOOTER.unpack(end[-footer_size:])
+    page_length, metadata_length, page_checksum, metadata_checksum, magic = footer
+    if magic != _MAGIC:
+        raise BadPage("it has no footer")
+    if (page_length, page_length + metadata_length + footer_size) != (page_bytes, num_bytes):
+        raise BadPage("it has another length than its footer says")
+    return metadata_length, page_checksum, metadata_checksum
 
 
 def _create(path: str) -> int:

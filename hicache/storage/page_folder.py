@@ -9,11 +9,13 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from hicache.storage.backend import StorageError, StoredPage
 from hicache.storage.keys import KeyScheme, PageFormat
 from hicache.storage.page_file import (
+    PASSING,
     BadPage,
     encode_metadata,
     footer_size,
@@ -36,7 +38,8 @@ class PageFolder:
     A key's name is its path. Names with a folder in front are in one that belongs to the format, and
     whatever else is in there goes. Flat names share the directory: what is not provably ours stays.
 
-    Raises StorageError naming directory and reason, or for keys that give a page two names.
+    Raises StorageError naming directory and reason, or for keys that give a page two names or one that
+    is too long.
     """
 
     def __init__(
@@ -60,11 +63,15 @@ class PageFolder:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self._lock()
-            (self._root / self._temporary).touch()  # can it be written to?
-            (self._root / self._temporary).unlink()
+            self._write_something()
+            most = os.pathconf(self._root, "PC_NAME_MAX")
         except OSError as error:
             self.close()
             raise StorageError(f"directory: {self.directory}: {error.strerror or error}") from None
+        longest = max(len(os.fsencode(part)) for part in sample[0].split("/"))
+        if longest > most:
+            self.close()
+            raise StorageError(f"keys: a name has {longest} bytes, at most {most} can be had")
 
     def size_of(self, page: StoredPage) -> int:
         """Bytes of its file."""
@@ -118,9 +125,9 @@ class PageFolder:
         else:
             self.remove(key)
 
-    def trim(self) -> None:
-        """Give back the space that was left to pages to come."""
-        while self._spares:
+    def trim(self, num_left: int = 0) -> None:
+        """Give back the space that was left to pages to come, but for so many."""
+        while len(self._spares) > num_left:
             with suppress(OSError):
                 Path(self._spares.pop()).unlink()
 
@@ -130,6 +137,9 @@ class PageFolder:
             found = os.statvfs(self._root)
         except FileNotFoundError:  # somebody removed it; a new one will do
             self._root.mkdir(parents=True, exist_ok=True)
+            found = os.statvfs(self._root)
+        if found.f_files and found.f_favail < num_files < len(self._spares):
+            self.trim(num_files)  # those are files, and folders are short
             found = os.statvfs(self._root)
         num_spares = len(self._spares)
         num_new = 2 * num_files - num_spares  # each may need a folder too
@@ -180,6 +190,16 @@ class PageFolder:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
+    def _write_something(self) -> None:
+        """Raises OSError for a directory that cannot be written to. One that is full can, later."""
+        probe = self._root / self._temporary
+        try:
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            if error.errno not in (ENOSPC, EDQUOT):
+                raise
+
     def _lock(self) -> None:
         path = self.directory / f"{self._lock_name}.lock"
         self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -205,10 +225,16 @@ class PageFolder:
                         folders.append(one.path)
 
     def _page_in(self, path: str, num_bytes: int) -> StoredPage | None:
-        """The page that a file has, if it is ours and where it belongs."""
+        """The page that a file has, if it is ours and where it belongs. Raises OSError where that cannot
+        be told.
+        """
         try:
             page, fingerprint = read_trailer(path, num_bytes, self._page_bytes)
-        except (BadPage, OSError):
+        except BadPage:
+            return None
+        except OSError as error:
+            if error.errno in PASSING:
+                raise
             return None
         ours = fingerprint == self._fingerprint and self._path(page.key) == path
         return page if ours else None

@@ -13,6 +13,7 @@ import torch
 from hicache_rig import NAMESPACES, SHAPE, new_cache, put
 
 from hicache import HiRadixCache, HostPool, Node, PagePool
+from hicache.policy import HiCacheConfig
 from hicache.storage import FileStorage, PageFormat, StorageError
 from kvevents import (
     BASE,
@@ -288,11 +289,11 @@ def test_inserting_again_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [list, tuple, lambda pages: pages, torch.tensor],
-    ids=["list", "tuple", "array", "tensor"],
+    [list, tuple, lambda pages: pages, torch.tensor, lambda pages: torch.tensor(pages).numpy()],
+    ids=["list", "tuple", "array", "tensor", "numpy"],
 )
 def test_page_indices_come_in_any_form(form: Callable[[Any], Any]) -> None:
-    """Page indices may be a list, tuple, array or tensor, and stay the caller's to change."""
+    """Page indices may be a list, tuple, tensor or array of any kind, and stay the caller's to change."""
     cache = new_cache(4)
     pages = cache.allocate(3)
     assert pages is not None
@@ -556,6 +557,36 @@ def test_a_priority_that_is_none_changes_nothing() -> None:
     assert cache.violations() == [] and cache.take_events() == []
 
 
+def test_prompts_that_fill_no_page_are_counted() -> None:
+    """Case 39: nothing is told of them, and the count says why."""
+    cache = new_cache(4)
+    cache.insert(A[:3], [])
+    cache.insert([], [])
+    assert (cache.stats().short_prompts, cache.take_events()) == (2, [])
+    put(cache, A[:5])
+    assert cache.stats().short_prompts == 2
+    assert len(cache.take_events()) == 1
+
+
+def test_a_priority_may_be_below_the_usual_one() -> None:
+    """What was only ever given a negative priority goes first, however late its last use."""
+    config = HiCacheConfig(eviction_policy="priority")
+    cache = HiRadixCache(PagePool(4, 4, SHAPE), config=config)
+    cache.insert(B, cache.allocate(1), priority=-1)
+    cache.insert(C, cache.allocate(1))
+    cache.match_prefix(B)
+    cache.evict(1)
+    assert (pages_of(cache, B), len(pages_of(cache, C))) == ([], 1)
+    pages = cache.allocate(2)
+    assert pages is not None
+    cache.insert(B, pages[:1], priority=-1)
+    cache.insert(B, pages[1:], priority=2)  # the highest wins
+    cache.free(pages[1:])
+    cache.insert(A[:4], cache.allocate(1), priority=1)
+    cache.evict(2)
+    assert len(pages_of(cache, B)) == 1
+
+
 def test_the_hash_format_is_that_of_the_events_and_of_the_check() -> None:
     """Salted blocks are named alike by `take_events` and `resident_blocks`, in either format."""
     salted, names = Namespace(cache_salt="a"), set()
@@ -776,3 +807,15 @@ def test_numbers_of_pages_are_whole() -> None:
             call(1.5)  # type: ignore[arg-type]
     assert cache.num_resident == 4
     assert cache.violations() == []
+
+
+def test_a_packed_prompt_is_looked_for_in_each_namespace() -> None:
+    """How far it was known in one says nothing of another, though it is the same object."""
+    cache, packed, adapter = new_cache(8), pack_tokens(A), Namespace(lora_name="adapter")
+    put(cache, A)
+    put(cache, B, adapter)
+    assert cache.match_prefix(packed).num_pages == 3
+    assert cache.match_prefix(packed, adapter).num_pages == 0
+    assert cache.match_prefix(packed).num_pages == 3
+    pages = cache.allocate(3)
+    assert cache.insert(packed, pages, adapter).num_existing == 0

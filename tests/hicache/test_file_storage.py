@@ -17,7 +17,7 @@ from itertools import chain
 from operator import mul
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 from zlib import crc32
 
 import pytest
@@ -215,6 +215,17 @@ def test_sglangs_names_are_flat_and_share_a_directory(rig: FileRig) -> None:
     assert [path.read_bytes() for path in foreign] == [*foreign.values()]
 
 
+def test_a_large_file_of_others_is_not_read(rig: FileRig) -> None:
+    """Beside flat names there may be a file that does not fit into memory: its end tells enough."""
+    rig.keys = sglang_file_keys
+    put(rig, rig.open(), PROMPT)
+    large = rig.directory / "weights.bin"
+    large.touch()
+    os.truncate(large, 1 << 40)
+    assert set(rig.open().held()) == set(PROMPT)
+    assert large.stat().st_size == 1 << 40
+
+
 def test_formats_share_a_directory(rig: FileRig) -> None:
     """A store of another format has nothing of this one's and leaves it alone."""
     put(rig, rig.open(), PROMPT)
@@ -397,6 +408,44 @@ def test_what_follows_a_deleted_page_is_lost(rig: FileRig) -> None:
     assert storage.take_lost() == KEYS[:6:-1]
     assert storage.held() == PROMPT[:5]
     assert set(rig.files()) == {rig.path(key) for key in KEYS[:5]}
+
+
+def test_a_page_that_is_written_while_all_is_forgotten_is_not_stored(
+    rig: FileRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F2: a clear in the middle of a write; the page is in no index and no file, now or later."""
+    storage = rig.open()
+    write = storage._folder.write
+
+    def write_and_clear(*args: Any) -> None:
+        write(*args)
+        storage.clear()
+
+    monkeypatch.setattr(storage._folder, "write", write_and_clear)
+    assert put(rig, storage, PROMPT[:3]) == 0
+    settle(storage)
+    assert (storage.held(), rig.files()) == ([], {})
+    assert rig.open().held() == []
+
+
+def test_a_page_whose_parent_is_lost_while_it_is_written_leaves_no_file(
+    rig: FileRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1: the reading thread finds the parent damaged in the middle of the write."""
+    storage = rig.open()
+    put(rig, storage, PROMPT[:1])
+    write = storage._folder.write
+
+    def write_and_lose(*args: Any) -> None:
+        write(*args)
+        get(rig, storage, KEYS[:1])
+
+    rig.path(KEYS[0]).write_bytes(b"damaged")
+    monkeypatch.setattr(storage._folder, "write", write_and_lose)
+    assert put(rig, storage, PROMPT[:3]) == 0
+    settle(storage)
+    assert (storage.held(), rig.files()) == ([], {})
+    assert storage.take_lost() == KEYS[:1]
 
 
 # ---------------------------------------------------------------------------------------- bounds
@@ -598,6 +647,29 @@ def test_a_directory_that_cannot_be_had_is_named(
         FileStorage(path, FORM)
 
 
+def test_files_that_cannot_be_looked_into_are_kept(rig: FileRig) -> None:
+    """Too few descriptors at the start are no reason to give up pages: the store is refused."""
+    put(rig, rig.open(), PROMPT)
+    rig.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    refused: list[str] = []
+    for limit in range(lowest, lowest + 100):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            storage = rig.new()
+        except StorageError as error:
+            refused.append(str(error))
+            continue
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with closing(storage):
+            assert set(storage.held()) == set(PROMPT)
+        break
+    assert refused and all("Too many open files" in one for one in refused)
+
+
 @pytest.mark.parametrize(
     ("max_bytes", "min_free_bytes", "message"),
     [(0, 0, "max_bytes: 0 is below 1"), (None, -1, "min_free_bytes: -1 is below 0")],
@@ -617,6 +689,15 @@ def test_two_names_are_too_many(rig: FileRig) -> None:
     rig.keys = sglang_mooncake_keys
     with pytest.raises(StorageError, match="keys: 2 names"):
         rig.new()
+
+
+def test_a_name_that_is_too_long_is_refused(rig: FileRig) -> None:
+    """A model's name is part of each: better an error at once than a store that stores nothing."""
+    rig.keys, rig.form = sglang_file_keys, PageFormat("m" * 200, FORM.shape, FORM.page_size)
+    with pytest.raises(StorageError, match="keys: a name has 273 bytes, at most 255 can be had"):
+        rig.new()
+    rig.form = PageFormat("m" * 182, FORM.shape, FORM.page_size)
+    assert put(rig, rig.open(), PROMPT) == len(PROMPT)
 
 
 def test_host_pages_that_do_not_fit_are_the_callers_fault(rig: FileRig) -> None:
@@ -641,6 +722,17 @@ def test_a_store_is_held_once(rig: FileRig) -> None:
     assert get(rig, storage, KEYS) == len(KEYS)
     rig.close()
     rig.new().close()
+
+
+def test_a_closed_store_leaves_the_directory_to_the_next(rig: FileRig) -> None:
+    """A clear after the close empties its own index, and no file of the store that is there by then."""
+    closed = rig.open()
+    put(rig, closed, PROMPT)
+    storage = rig.open()
+    closed.clear()
+    assert closed.held() == []
+    assert get(rig, storage, KEYS) == len(KEYS)
+    assert set(rig.files()) == {rig.path(key) for key in KEYS}
 
 
 # --------------------------------------------------------------------------- processes and threads

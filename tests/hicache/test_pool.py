@@ -250,8 +250,12 @@ def test_an_array_of_indices_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [[1, 2], (1, 2), range(1, 3), array("i", [1, 2]), torch.tensor([1, 2])]
+    "form",
+    [
+        *([1, 2], (1, 2), range(1, 3), array("i", [1, 2]), torch.tensor([1, 2])),
+        torch.tensor([1, 2], dtype=torch.uint8).numpy(),
+    ],
 )
 def test_indices_come_in_any_form(form: object) -> None:
-    """Lists, tuples, ranges, other arrays and tensors become an array of q."""
+    """Lists, tuples, ranges, other arrays, numpy's too, and tensors become an array of q."""
     assert as_pages(form) == array("q", [1, 2])

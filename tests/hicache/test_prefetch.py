@@ -81,6 +81,23 @@ def test_too_few_tokens_are_not_asked_for(threshold: int, asks: bool) -> None:
         assert (prefetch is not None) is asks
 
 
+def test_what_lands_below_an_insert_of_meanwhile_has_its_own_keys() -> None:
+    """Only the end of what was fetched is a new node; its pages go by their names to the store, not by
+    those of the front: others would be given their bytes.
+    """
+    rig = slow("get", write_policy="write_back")
+    prefetch = rig.prefetch(A)
+    call = reading(rig, prefetch)
+    rig.put(A[:8])
+    call.end()
+    rig.step(prefetch)
+    assert prefetch.num_landed == 4
+    storage, nodes = rig.cache._storage, rig.cache._tree.nodes()
+    assert storage is not None
+    assert [key for node in nodes for key in storage.keys(node)] == keys(A)
+    rig.close()
+
+
 def test_a_prefix_on_the_device_alone_is_backed_up_first() -> None:
     """What is fetched lands below its prefix, once that is on the host too: parents first."""
     with opened(store=MemoryStore(), write_policy="write_back") as rig:

@@ -299,6 +299,18 @@ def live_nodes() -> int:
     return sum(type(one) is Node for one in gc.get_objects())
 
 
+def test_a_half_of_a_split_node_is_told_though_the_other_half_went() -> None:
+    """Split and cut amid a re-telling, before its turn: what is left of it came to be meanwhile."""
+    cache = new_cache(8)
+    put(cache, A)
+    cache.begin_retell()
+    cache.match_prefix(A[:4])
+    assert cache.evict(2) == 2
+    cache.retell(100)
+    assert cache.take_records() == [Clear(), store(0, A[:4], None, BASE)]
+    assert not cache.retelling
+
+
 def test_a_retelling_goes_by_age() -> None:
     """Nodes are told in the order in which they came to be, so that ids ascend: what takes them in
     keeps them sorted, and would move all it has for each that comes out of order.

@@ -10,7 +10,8 @@ from units_rig import AB, AC, A, D, E, MemoryStore, Rig, keys, opened, stored_pa
 
 from hicache import HiRadixCache, HostPool, KVShape, PagePool, Tier
 from hicache.storage.backend import StoredPage
-from kvevents import BASE, Namespace
+from kvevents import BASE, Namespace, pack_tokens
+from kvevents.hashing import block_digests, namespace_seed, page_key
 
 
 @pytest.fixture
@@ -95,6 +96,19 @@ def test_pages_on_their_way_are_bounded() -> None:
         rig.store.call().end()
         rig.cache.tick()
         assert written(rig) == [4, 3]
+
+
+def test_what_waits_for_a_store_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 25: the first to wait are given up, and counted; the next use asks again."""
+    monkeypatch.setattr("hicache.storage_tier._MOST_WAITING", 2)
+    store = MemoryStore()
+    store.held_up = {"put"}
+    with opened(store=store, storage_queue_pages=1) as rig:
+        for first in range(0, 24, 4):
+            rig.backed_up(range(first, first + 4))
+        storage = rig.cache._storage
+        assert storage is not None
+        assert (storage.num_waiting, rig.cache.stats().missed_writes) == (2, 3)
 
 
 def test_pages_on_their_way_are_a_quarter_of_the_host_by_default() -> None:
@@ -352,6 +366,17 @@ def test_a_page_whose_key_is_not_that_of_its_tokens_is_deleted(spoil: Any) -> No
         assert sorted(rig.heard()) == ["C", "S(DISK: a1 | None)", "S(DISK: d1 d2 d3 | None)"]
         assert key not in store.pages
         assert {keys(AC)[0], *keys(D)} <= set(store.pages)
+
+
+def test_a_page_below_one_of_another_namespace_is_deleted() -> None:
+    """Its key is that of its tokens, but in the tree an adapter's page would be the base model's."""
+    store, adapter = MemoryStore(A[:4]), Namespace(lora_name="adapter")
+    digests = list(block_digests(b"", pack_tokens(A[:8]), 4))
+    key = page_key(digests[1], namespace_seed(adapter))
+    store.pages[key] = StoredPage(key, keys(A[:4])[0], adapter, bytes(pack_tokens(A[4:8])))
+    with opened(store=store) as rig:
+        assert rig.heard() == ["C", "S(DISK: a1 | None)"]
+        assert list(store.pages) == keys(A[:4])
 
 
 def test_a_page_without_its_parent_is_not_restored() -> None:

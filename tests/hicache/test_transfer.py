@@ -324,6 +324,19 @@ def test_waiting_ends_at_its_deadline(held: tuple[HeldPool, HostPool, CpuTransfe
     assert job.poll() is None
 
 
+def test_waiting_may_have_no_end(held: tuple[HeldPool, HostPool, CpuTransfers]) -> None:
+    """However long the patience, it waits until the copy is done."""
+    pool, _, transfers = held
+    job = transfers.submit(Tier.HOST, array("q", [1]), array("q", [1]))
+    transfers.start()
+    assert pool.reached.wait(TIMEOUT_S)
+    late = threading.Timer(0.02, pool.let_go.set)
+    late.start()
+    transfers.wait([job], float("inf"))
+    late.join()
+    assert job.poll() is True
+
+
 def test_a_copy_that_cannot_be_done_fails() -> None:
     """A foreign page fails its batch; the next one is fine. (On a GPU it would end the process.)"""
     rig = Rig("cpu", KVShape(2, 3, 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -117,6 +118,21 @@ def test_it_stays_small() -> None:
     for kept in (found.media, found.types, found.block_sizes, found.ranks, found.hash_widths):
         assert len(kept) <= 33
     assert max(map(len, found.media | set(found.types))) <= 64
+
+
+def test_a_crowd_of_what_can_be_no_event_is_not_looked_at() -> None:
+    """Each element would cost a hundred times its byte: a megabyte of them stays one."""
+    crowd = b"\xdd" + (1 << 20).to_bytes(4, "big") + b"\xc0" * (1 << 20)
+    found = Appearance()
+    tracemalloc.start()
+    try:
+        found.add(b"\x93" + pack(1.5) + crowd + b"\0")
+        found.add(crowd)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.unreadable == 2
+    assert peak < 16 << 20
 
 
 anything = st.recursive(

@@ -247,6 +247,19 @@ def test_tokens_that_are_gone_are_not_kept(told: list[tuple[Event, Any]]) -> Non
             assert len(chain.packed) == len(chain.hashes) * chain.step
 
 
+def test_names_that_are_gone_are_not_kept() -> None:
+    """A salt for each request, or a stranger's names on stores that are none: both are let go."""
+    index = BlockIndex()
+    for number in range(3000):
+        salt = f"{number}"
+        index.apply([BlockStored([number], None, [1, 2], 2, medium=GPU, cache_salt=salt)])
+        index.apply([BlockRemoved([number]), BlockStored([1], None, [1], 2, cache_salt=f"-{salt}")])
+    index.apply([BlockStored([1], None, [1, 2], 2, medium=GPU, cache_salt="kept")])
+    assert len(index) == 1
+    assert len(index._namespaces) < 1500
+    assert index.overlap([1, 2], Namespace(cache_salt="kept")).any_medium == 1
+
+
 LONG = list(range(1, 201))
 """Tokens of a hundred blocks."""
 
@@ -386,6 +399,26 @@ def test_a_snapshot_rebuilds_the_index(told: list[tuple[Event, Any]], longest: i
     assert rebuilt.oddities.stored_again == 0
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lora_name": "x"},
+        {"cache_salt": "x"},
+        {"extra_key": "x"},
+        {"lora_id": 7},
+        {"medium": CPU},
+        {"token_ids": []},
+        {"parent_block_hash": None},
+    ],
+)
+def test_blocks_that_differ_are_told_by_events_of_their_own(changed: dict[str, Any]) -> None:
+    """X4: a chain is told by one event as far as its blocks are alike; engines need not have them so."""
+    first = BlockStored([1], None, [1] * SIZE, SIZE, medium=GPU)
+    second = replace(BlockStored([2], 1, [2] * SIZE, SIZE, medium=GPU), **changed)
+    index = indexed([first, second])
+    assert [event for chain in index.snapshot(100) for event in chain] == [first, second]
+
+
 def test_snapshots_are_long_chains() -> None:
     """A prompt on two media is one event on each, not one a block; a branch starts another."""
     other = Prefix(BASE, (0, 1, 1))
@@ -508,6 +541,23 @@ def test_a_block_with_extra_keys_is_of_no_plain_prompt(asked: bool) -> None:
     assert index.overlap(A.tokens).any_medium == 1
     index.apply([store(A), BlockRemoved([71, 72, 73], GPU)])
     assert index.overlap(A.tokens).any_medium == 3
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_block_of_an_adapter_without_a_name_is_of_no_plain_prompt(asked: bool) -> None:
+    """It has other KV than the base model's, which it neither stands for nor takes along."""
+    tokens = [1, 2, 3, 4]
+    index = BlockIndex()
+    if asked:
+        index.overlap(tokens)
+    index.apply([BlockStored([1, 2], None, tokens, 2, lora_id=7, medium=GPU)])
+    index.apply([BlockStored([3], None, tokens[:2], 2, lora_id=8, medium=GPU)])
+    assert (len(index), index.overlap(tokens).any_medium) == (3, 0)
+    index.apply([BlockStored([4], None, tokens[:2], 2, medium=GPU)])
+    index.apply([BlockStored([5], 4, tokens[2:], 2, lora_id=7, medium=GPU)])
+    assert index.overlap(tokens).any_medium == 1
+    index.apply([BlockRemoved([1, 3, 5], GPU)])
+    assert index.overlap(tokens).any_medium == 1
 
 
 def test_an_adapters_name_among_the_extra_keys_says_nothing_new() -> None:

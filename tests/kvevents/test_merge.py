@@ -76,6 +76,19 @@ def test_removals_of_groups_are_apart() -> None:
     assert merge_events([first, first, second]) == [BlockRemoved([H[0]] * 2, GPU, 0), second]
 
 
+def test_removals_of_what_is_anothers_are_apart() -> None:
+    """Blocks that are another's are not told as one's own."""
+    mine, remote = (BlockRemoved([H[0]], GPU, locality=where) for where in (None, "REMOTE"))
+    assert merge_events([mine, remote]) == [mine, remote]
+
+
+def test_a_store_of_no_blocks_is_joined_with_nothing() -> None:
+    """It has no last block that another could follow."""
+    empty = stored(0, 0)
+    events: list[Event] = [empty, stored(0, 1), empty]
+    assert merge_events(events) == events
+
+
 def test_clears_become_one_event() -> None:
     """Nothing is between them."""
     assert merge_events([AllBlocksCleared()] * 3) == [AllBlocksCleared()]
@@ -92,6 +105,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "extra key": {"extra_key": "ek"},
     "group": {"group_idx": 1},
     "group's kind": {"kv_cache_spec_kind": "mamba"},
+    "locality": {"locality": "REMOTE"},
     "no parent": {"parent_block_hash": None},
     "another parent": {"parent_block_hash": H[2]},
     "tokens left out": {"token_ids": []},

@@ -20,7 +20,9 @@ from kvevents import (
     TokenIds,
     pack_tokens,
 )
+from kvevents.columns import Columns
 from kvevents.dialect import NAMESPACES, PRESETS, Dialect
+from kvevents.hashing import BlockHash
 from kvevents.index import Oddities
 from kvevents.pieces import piece_of
 from kvevents.view import View
@@ -255,3 +257,26 @@ def test_blocks_before_an_image_are_told() -> None:
     assert alone.apply([*single]) == single[:2]
     removed = BlockRemoved([name(0, depth) for depth in (3, 2, 1, 0)], GPU)
     assert view.apply([removed]) == [BlockRemoved([name(0, 1), name(0, 0)], GPU)]
+
+
+HIDDEN = BlockStored([1], None, [1], 1, medium=GPU, lora_name="adapter")
+SHOWN = BlockStored([9], None, [9], 1, medium=GPU)
+
+
+def test_columns_behind_a_block_that_is_left_out_are_left_out() -> None:
+    """V2: in columns no event names an adapter, and engines do not repeat one behind a prompt's start."""
+    view, (one, two, nine) = View(Dialect(namespaces=())), map(BlockHash, (1, 2, 9))
+    columns = Columns([two, nine], [one, None], [1, 1], pack_tokens([2, 9]), 1, GPU)
+    assert view.apply([HIDDEN]) == []
+    assert list(view.apply(columns)) == [SHOWN]
+    removed = Columns([two, one], [None], [-2], pack_tokens([]), 1, GPU)
+    assert list(view.apply(removed)) == []
+
+
+def test_a_block_is_left_out_as_long_as_any_medium_has_it() -> None:
+    """V2: it has left one of two, and neither what comes behind it nor its removal is told."""
+    view = View(Dialect(namespaces=()))
+    on_cpu = msgspec.structs.replace(HIDDEN, medium=CPU)
+    behind = BlockStored([2], 1, [2], 1, medium=CPU)
+    assert view.apply([HIDDEN, on_cpu, BlockRemoved([1], GPU), behind]) == []
+    assert view.apply([BlockRemoved([2, 1], CPU)]) == []
