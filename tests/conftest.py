@@ -32,9 +32,11 @@ settings.register_profile(
 )
 settings.load_profile(PROFILE)
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Of a run in the background of a script: every command that a test sends Ctrl-C would ignore it too.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        # In the background of a script, or under nohup, whatever a test starts would ignore it too; what
+        # has a handler here is as ever there.
+        signal.signal(number, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
