@@ -330,6 +330,8 @@ def _take_secrets(data: Data, environ: Mapping[str, str], told: dict[str, str]) 
 
 def _take_source(data: Data, options: argparse.Namespace, told: dict[str, str]) -> None:
     """Exactly one of link and relay; none is enough to be checked."""
+    if options.link == "":  # as a path it would be the folder that this runs in
+        raise ConfigError("--link: '' is not a path")
     if options.link is not None and data.get("relay") is not None:
         raise ConfigError("--link: --config has a relay, and there is one source")
     if options.relay is not None or data.get("relay") is not None:

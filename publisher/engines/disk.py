@@ -136,10 +136,13 @@ class Meeting:
             self._storage = storage
             self._meet()
 
-    def leave_storage(self, storage: Tells) -> None:
+    def leave_storage(self, storage: Tells) -> bool:
+        """Whether no other has come in its place."""
         with self._lock:
-            if self._storage is storage:
-                self._storage = None
+            if self._storage is not storage:
+                return False
+            self._storage = None
+            return True
 
     def tell(self, events: list[Event]) -> None:
         """Publish a storage's events; without a publisher nothing is told."""

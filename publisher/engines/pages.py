@@ -160,7 +160,8 @@ class ToldPages:
                 if block is not None:
                     events.append(self._stored(block_hash, block.parent, page))
             self._coming = set()
-            self._meeting.tell(merge_events(events))
+            if not self._closed:
+                self._meeting.tell(merge_events(events))
         if stored and self._is_told and not self._meeting.has_publisher:
             self._say("pages are stored, and no router hears of them: %s", _NO_PUBLISHER)
         if stored < len(pages) and not self._closed:
@@ -213,8 +214,9 @@ class ToldPages:
         self._tell_removed(gone)
 
     def _tell_removed(self, gone: list[BlockHash]) -> None:
-        if gone:
-            self._meeting.tell([BlockRemoved([*gone], StorageMedium.DISK)])
+        for start in range(0, len(gone), _TOLD_BLOCKS):  # all at once is more than a link may hold
+            part = gone[start : start + _TOLD_BLOCKS]
+            self._meeting.tell([BlockRemoved([*part], StorageMedium.DISK)])
 
     def _stored(self, block_hash: BlockHash, parent: int | None, page: StoredPage) -> BlockStored:
         space: Namespace = page.namespace
@@ -232,10 +234,11 @@ class ToldPages:
         )
 
     def close(self) -> None:
-        """The publisher is told of no removal: with the process, the sidecar clears all that it told."""
+        """The pages stay; an engine that goes on without them has none: they are told as removed."""
         with self._telling:
             self._closed = True
-        self._meeting.leave_storage(self)
+            if self._meeting.leave_storage(self):
+                self._tell_removed([*reversed(self._by_hash)])
         self._teller.close()
         self._store.close()
 

@@ -152,11 +152,11 @@ def _count(value: object) -> int | None:
 
 
 def _local(endpoint: str) -> str:
-    """A wildcard as loopback, and a path in full."""
+    """A wildcard as loopback, and a path in full; a name of Linux's, `@...`, is in no folder."""
     from publisher.config.endpoint import Endpoint
 
     parsed = Endpoint.parse("endpoint", endpoint)
-    if parsed.scheme == "ipc":
+    if parsed.scheme == "ipc" and not parsed.path.startswith("@"):
         return f"ipc://{os.path.abspath(parsed.path)}"  # noqa: PTH100  a path that need not exist
     if not parsed.is_wildcard:
         return endpoint

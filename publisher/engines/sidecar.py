@@ -29,6 +29,7 @@ from publisher.engines.events import EventReader
 from publisher.engines.told import Told
 from publisher.link.messages import Bound
 from publisher.once import Once
+from publisher.stream.foreign import FULL_ATTENTION, LOCAL
 from publisher.worker.attendant import Respawn
 from publisher.worker.client import DEFAULT_RING_BYTES, ClientStats, LinkError, SidecarClient
 from publisher.worker.spawned import Sidecar, spawn
@@ -224,7 +225,8 @@ class EngineSidecar:
         """Each kind once."""
         kind = reason.partition(":")[0]
         if self._said.is_new(kind):
-            _log.warning(message, reason)
+            with contextlib.suppress(Exception):  # a handler of the engine's
+                _log.warning(message, reason)
 
     # ----------------------------------------------------------------------------------- its life
 
@@ -234,16 +236,23 @@ class EngineSidecar:
             self._begin(self._worker(block_size))
 
     def _begin_by(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if type(event) is BlockStored:
-                self._try_later(self._worker(event.block_size), 0.0)
-                self._begun = True
-                return
+        """With the blocks of the group that comes out (publisher.stream.foreign, F5): another's may be of
+        another size.
+        """
+        stores = [one for one in events if type(one) is BlockStored and one.locality in LOCAL]
+        main = [one for one in stores if one.kv_cache_spec_kind in FULL_ATTENTION]
+        for event in main or [one for one in stores if not one.group_idx]:
+            self._try_later(self._worker(event.block_size), 0.0)
+            self._begun = True
+            return
 
     def _begin(self, worker: WorkerInfo) -> None:
         self._begun = True
         if not self._try(worker):
-            self._try_later(worker, _FIRST_PAUSE_S)
+            try:
+                self._try_later(worker, _FIRST_PAUSE_S)
+            except RuntimeError:  # no more threads: the next stored block tries again
+                self._begun = False
 
     def _try_later(self, worker: WorkerInfo, pause_s: float) -> None:
         trying = threading.Thread(

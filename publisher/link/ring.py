@@ -89,8 +89,12 @@ class RingWriter(_Ring):
             raise ValueError(f"ring_bytes: {capacity} is below {MIN_RING_BYTES}")
         size = _HEADER_BYTES + -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = above_streams(os.memfd_create("kvevents-ring", os.MFD_CLOEXEC))
-        os.ftruncate(self.fd, size)
-        super().__init__(self.fd, size)
+        try:
+            os.ftruncate(self.fd, size)
+            super().__init__(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self._words[_W_CAPACITY] = self.capacity
         self._words[_W_MAGIC] = _MAGIC
         self._head = self._offered = 0

@@ -122,10 +122,11 @@ def _serve_all(link: Path, ours: _Process) -> int:
                 return code
             said = ""
         except SourceError as error:  # it is gone and has left its socket
-            if str(error) != said:
+            if str(error) != said and not signals.stopping:
                 said = str(error)
                 _log.info("%s; waiting", error)
-            _wait(signals)
+            if not _wait(signals):  # its socket may stay there for ever
+                return 0
         front.wait()
     return 0
 
@@ -161,7 +162,7 @@ def _serve_one(link: Path | None, ours: _Process) -> int:
         opened.callback(context.term)
         source: Source
         if link is not None:
-            source = LinkSource(link, timeout_s=_CONNECT_S)
+            source = LinkSource(link, timeout_s=_CONNECT_S, stopping=lambda: ours.signals.stopping)
         else:
             assert ours.config.relay is not None, "settings: a link or a relay"
             source = RelaySource(ours.config.relay, context=context)
@@ -241,6 +242,11 @@ def _open(
     if isinstance(source, LinkSource):
         source.ready(Ready(tuple(sink.bound for sink in sinks), front.endpoint))
     _say_started(core, sinks, config, front)
+    if worker.block_size == 1:
+        _log.warning(
+            "block_size: 1: each token is a block of its own, on the wire and in every router; pages of"
+            " 16 or 64 tokens (SGLang: --page-size) cost a fraction of that"
+        )
     return loop
 
 

@@ -32,7 +32,10 @@ RETRY_S = 0.001
 
 _TURN_S = 0.0005
 """The last message of a turn is begun before that."""
-_REQUESTS_PER_TURN = 64
+_FRAMES_PER_TURN = 256
+"""Of requests; one has three, and a peer may send one of a million."""
+_FRAMES_KEPT = 4
+"""More than a request has."""
 _BEGUN_PER_TURN = 16
 _RUNNING = 4
 _STALLED = 32
@@ -98,6 +101,8 @@ class ReplayServer:
         self._replay, self._reaches = replay, reaches
         self._timeout_s, self._clock = timeout_s, clock
         self._retry_at = 0.0
+        self._frames: list[bytes] = []
+        """The first ones of the request that is being read."""
         self._waiting: dict[bytes, ReplayRequest | _Malformed] = {}
         """Requests by identity, first come first."""
         self._cursors: deque[_Cursor] = deque()
@@ -115,21 +120,28 @@ class ReplayServer:
         return bool(self._stalled)
 
     def take_requests(self) -> None:
-        """Read the requests that have come, at most so many a turn."""
-        for _ in range(_REQUESTS_PER_TURN):
+        """Read the requests that have come, at most so many frames a turn."""
+        for _ in range(_FRAMES_PER_TURN):
             try:
-                identity, *frames = self.router.recv_multipart(zmq.NOBLOCK)
+                frame = self.router.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self.stats.requests += 1
-            request: ReplayRequest | _Malformed
-            try:
-                request = parse_replay_request(frames)
-            except KVEventsError:
-                self.stats.malformed += 1
-                request = _Malformed(delimited=frames[:1] == [b""])
-            self._forget(identity)  # a client that asks again wants the new answer only
-            self._waiting[identity] = request
+            if len(self._frames) < _FRAMES_KEPT:
+                self._frames.append(frame.bytes)
+            if not frame.more:
+                (identity, *frames), self._frames = self._frames, []
+                self._take(identity, frames)
+
+    def _take(self, identity: bytes, frames: list[bytes]) -> None:
+        self.stats.requests += 1
+        request: ReplayRequest | _Malformed
+        try:
+            request = parse_replay_request(frames)
+        except KVEventsError:
+            self.stats.malformed += 1
+            request = _Malformed(delimited=frames[:1] == [b""])
+        self._forget(identity)  # a client that asks again wants the new answer only
+        self._waiting[identity] = request
 
     def serve(self, now: float) -> None:
         """Send a turn's worth of answers, shared by the clients."""

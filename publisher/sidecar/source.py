@@ -12,6 +12,8 @@ import contextlib
 import os
 import select
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -84,6 +86,9 @@ class Source(Protocol):
         """Safe to call twice."""
 
 
+_LOOK_S = 0.2
+"""Between looks whether to go on waiting for the worker."""
+
 BYTES_PER_READ = 64 << 10
 """What has been read is applied before it is sent: so much of it is not waited for long."""
 
@@ -93,11 +98,16 @@ _FULL = b"the ring was full"
 
 
 class LinkSource:
-    """Connects to a worker's link. Raises SourceError when that fails within `timeout_s`."""
+    """Connects to a worker's link. Raises SourceError when that fails within `timeout_s`, or `stopping`
+    says so meanwhile.
+    """
 
-    def __init__(self, path: Path, *, timeout_s: float) -> None:
+    def __init__(
+        self, path: Path, *, timeout_s: float, stopping: Callable[[], bool] = lambda: False
+    ) -> None:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(timeout_s)
+        self._give_up_at, self._stopping = time.monotonic() + timeout_s, stopping
         self._fds: list[int] = []
         self._ring: RingReader | None = None
         self._ended = select.poll()
@@ -130,12 +140,21 @@ class LinkSource:
     def _handshake(self, path: Path) -> Welcome:
         self._connection.connect(str(path))
         send(self._connection, Hello(VERSION, os.getpid()))
-        message, self._fds = receive(self._connection)
+        message, self._fds = self._await_welcome()
         if isinstance(message, Failed):
             raise KVEventsError(message.reason)
         if not isinstance(message, Welcome) or message.version != VERSION or len(self._fds) != 2:
             raise KVEventsError(f"the worker said {message}, not Welcome of version {VERSION}")
         return message
+
+    def _await_welcome(self) -> tuple[ControlMessage | None, list[int]]:
+        self._connection.settimeout(_LOOK_S)
+        while True:
+            try:
+                return receive(self._connection)
+            except TimeoutError:  # a worker that is stopped answers nobody
+                if self._stopping() or time.monotonic() >= self._give_up_at:
+                    raise
 
     def _watch_worker(self) -> int | None:
         pid = peer_pid(self._connection)

@@ -278,10 +278,9 @@ def _listen(text: str) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    except OSError as error:
-        raise ConfigError(
-            f"http_endpoint: {text} cannot be bound: {error.strerror or error}"
-        ) from None
+    except (OSError, UnicodeError) as error:  # the latter: a part of the name is empty or too long
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"http_endpoint: {text} cannot be bound: {reason}") from None
     return listener
 
 

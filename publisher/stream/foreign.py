@@ -45,10 +45,10 @@ from kvevents.pieces import piece_of, runs_of
 from kvevents.tokens import TOKEN_BYTES, pack_tokens
 from publisher.link.packed import MAX_GROUP
 
-__all__ = ["ForeignCounts", "ForeignState"]
+__all__ = ["FULL_ATTENTION", "LOCAL", "ForeignCounts", "ForeignState"]
 
-_FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
-_LOCAL = (None, "LOCAL")
+FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
+LOCAL = (None, "LOCAL")
 _BITS = {medium: 1 << position for position, medium in enumerate(StorageMedium)}
 
 
@@ -246,7 +246,7 @@ class ForeignState:
             elif isinstance(event, BlockRemoved) and index.remove_last(event):
                 told.append(event)
                 continue
-            if not isinstance(event, AllBlocksCleared) and event.locality not in _LOCAL:
+            if not isinstance(event, AllBlocksCleared) and event.locality not in LOCAL:
                 self.counts.remote += len(event.block_hashes)
                 continue
             match event:
@@ -283,7 +283,7 @@ class ForeignState:
         known = self.groups
         if known.main is not None or group is None:
             return []
-        if kind in _FULL_ATTENTION and 0 <= group <= MAX_GROUP:
+        if kind in FULL_ATTENTION and 0 <= group <= MAX_GROUP:
             self.groups = Groups(group)
             if group != 0 and known.guessed:
                 self._index.clear()

@@ -39,8 +39,8 @@ class SeqFile:
         self._words = memoryview(self._map).cast("Q")
         self.found: int | None = None
         self.reason = "it is not there"
-        self.created = not size
-        if size:
+        self.created = not size or (size == _SIZE and not any(self._words))  # killed in between
+        if not self.created:
             self._read(size)
         else:
             self.write(0)  # one that ends before its first batch leaves nothing to distrust

@@ -61,17 +61,16 @@ class StateFolder:
             raise
 
     def _acquire(self, deadline: float) -> None:
-        waits = False
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not waits:
-                    waits = True
-                    with contextlib.suppress(OSError):  # it only hastens
-                        self._next.touch()
+                with contextlib.suppress(OSError):  # it only hastens
+                    self._next.touch()
                 if time.monotonic() >= deadline or self._stopping():
+                    with contextlib.suppress(OSError):  # others that wait make it again
+                        self._next.unlink(missing_ok=True)
                     pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "?"
                     raise StateError(
                         f"state_dir: {self.path}: in use by the sidecar with pid {pid}, which has the"

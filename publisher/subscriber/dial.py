@@ -13,6 +13,15 @@ ClientKeys = tuple[str, str, str]
 """The server's public key, and our own public and secret one."""
 
 _CURVE_OPTIONS = (zmq.CURVE_SERVERKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SECRETKEY)
+_ALIVE = (
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 5),
+    (zmq.TCP_KEEPALIVE_INTVL, 3),
+    (zmq.TCP_KEEPALIVE_CNT, 3),
+)
+"""A host that is gone says nothing, and who only listens would wait for ever: it is given up after 14 s,
+three heartbeats of a sidecar, and connected to anew.
+"""
 
 
 def check_client_keys(
@@ -42,6 +51,8 @@ def dial(socket: zmq.Socket[bytes], key: str, endpoint: str, keys: ClientKeys | 
     if keys is not None:
         for option, value in zip(_CURVE_OPTIONS, keys, strict=True):
             socket.setsockopt_string(option, value)
+    for setting, number in _ALIVE:
+        socket.setsockopt(setting, number)
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     try:
         socket.connect(endpoint)

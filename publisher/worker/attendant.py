@@ -19,9 +19,10 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from publisher.worker.child import Child, LogLine
 from publisher.worker.client import SidecarClient
@@ -34,7 +35,19 @@ _SAY_S = 1.0  # between lines about those who are turned away
 _MAX_READS = 64  # of a log that has ended
 _MOST_EARLY = 1000
 
-_log = logging.getLogger("kvevents.sidecar")
+
+class _Log(logging.LoggerAdapter[logging.Logger]):
+    """A handler of the worker's that raises costs its line, not the thread."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, Any]:
+        return msg, kwargs
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):
+            super().log(level, msg, *args, **kwargs)
+
+
+_log = _Log(logging.getLogger("kvevents.sidecar"), {})
 _levels = logging.getLevelNamesMapping()
 
 
@@ -76,7 +89,9 @@ class Attendant:
         *,
         ready_s: float,
     ) -> None:
-        """Without `respawn` a child that ended is given up."""
+        """Without `respawn` a child that ended is given up. Raises OSError, RuntimeError where there are
+        no descriptors or threads.
+        """
         self._client, self._door = client, client.door
         self._start, self._respawn, self._ready_s = start, respawn, ready_s
         self._door.ready_s = ready_s
@@ -104,9 +119,15 @@ class Attendant:
         self._early: list[LogLine] = []
         """What the first child logs before it is ready."""
         self._done = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = -1
         self._thread = threading.Thread(target=self._run, name="kvevents-attendant", daemon=True)
-        self._thread.start()
+        try:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._thread.start()
+        except BaseException:
+            client.attended = False  # or it would never let go of the ring
+            self.close_copies()
+            raise
 
     # ------------------------------------------------------------------------- from other threads
 

@@ -123,13 +123,15 @@ class SidecarClient:
         self.link_id = os.urandom(LINK_ID_BYTES)
         """Of this stream of numbers, for all the sidecars that will read it."""
         self._ring = RingWriter(ring_bytes)
-        self._eventfd = above_streams(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._eventfd = -1
         try:
+            self._eventfd = above_streams(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
             welcome = Welcome(VERSION, worker, self.link_id)
             self.door = Door(path, welcome, (self._ring.fd, self._eventfd))
         except BaseException:
             self._ring.close()
-            os.close(self._eventfd)
+            if self._eventfd >= 0:
+                os.close(self._eventfd)
             raise
         self.expecting: bool | None = None
         """Whether a sidecar is there or will come, as who attends the door says; None: nobody does."""
@@ -438,7 +440,8 @@ class SidecarClient:
         self._stats.invalid += 1
         kind = re.sub(r"\[\d+\]", "[]", str(error).partition(":")[0])
         if self._invalid_kinds.is_new(kind):
-            _log.warning("a batch that breaks the contract was not published: %s", error)
+            with contextlib.suppress(Exception):  # a handler of the worker's
+                _log.warning("a batch that breaks the contract was not published: %s", error)
 
     # --------------------------------------------------------------------------------- waiting
 

@@ -367,6 +367,35 @@ def test_pages_are_told_and_told_again(
     assert not caplog.messages
 
 
+def test_what_is_told_at_once_has_a_bound(
+    waiting: EngineSidecar, meeting: Meeting, pages: ToldPages
+) -> None:
+    """Of a removal too: one that the link cannot hold would clear all."""
+    meeting.known.note([event := stored(0, 300)])
+    assert pages.write(keys_of(0, 300), [], page) == 300
+    pages.clear()
+    removed = [one for one in told(waiting) if isinstance(one, BlockRemoved)]
+    assert [len(one.block_hashes) for one in removed] == [256, 44]
+    assert {name for one in removed for name in one.block_hashes} == set(event.block_hashes)
+
+
+def test_an_engine_that_goes_on_without_its_files_has_none(
+    waiting: EngineSidecar, meeting: Meeting, tmp_path: Path
+) -> None:
+    """Its storage is detached, and later there again. Whose place another has taken says nothing."""
+    meeting.known.note([event := stored(0, 3)])
+    with closing(ToldPages(tmp_path / "a", FORM, min_free_bytes=0, meeting=meeting)) as pages:
+        assert pages.write(keys_of(0, 3), [], page) == 3
+    assert told(waiting)[-1] == BlockRemoved([*reversed(event.block_hashes)], DISK)
+    with closing(ToldPages(tmp_path / "a", FORM, min_free_bytes=0, meeting=meeting)) as first:
+        settle(first)
+        with closing(ToldPages(tmp_path / "b", FORM, min_free_bytes=0, meeting=meeting)):
+            first.close()
+        router = BlockIndex()
+        router.apply(told(waiting))
+        assert set(router.resident[DISK]) == set(event.block_hashes)
+
+
 @pytest.mark.integration
 def test_after_a_hole_pages_are_told_again(
     tmp_path: Path, meeting: Meeting, pages: ToldPages

@@ -103,6 +103,7 @@ def test_vllms_publisher_says_that_it_waits(
         ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5557"),
         ("ipc:///tmp/pub", "ipc:///tmp/pub"),
         ("ipc://pub", f"ipc://{Path.cwd()}/pub"),
+        ("ipc://@pub", "ipc://@pub"),
     ],
 )
 def test_where_another_process_of_the_host_finds_a_sink(endpoint: str, local: str) -> None:

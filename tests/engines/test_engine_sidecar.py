@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 import zmq
-from engines_rig import PATIENCE_S, index_of, rank_of, replayed, stored, until
+from engines_rig import PATIENCE_S, SIZE, index_of, rank_of, replayed, stored, until
+from handler_rig import broken_handler
 from ports_rig import free_port
 
 from kvevents import (
@@ -67,6 +69,14 @@ def test_one_unsound_event_costs_itself_alone(
         until(lambda: set(index_of(tmp_path).resident[StorageMedium.GPU]) == blocks)
     said = [one.getMessage() for one in caplog.records if one.name.startswith("kvevents")]
     assert len([one for one in said if "was not understood" in one]) == 1
+
+
+def test_a_handler_that_raises_costs_its_line_alone(tmp_path: Path) -> None:
+    """Neither the engine's step nor the event beside the one that is spoken of."""
+    with rank_of(tmp_path) as rank, broken_handler("kvevents.engines") as given:
+        rank.publish(1.0, [object(), stored(0)], None)
+        assert len(given) == 1
+        until(lambda: len(index_of(tmp_path).resident[StorageMedium.GPU]) == 1)
 
 
 def test_several_threads(tmp_path: Path) -> None:
@@ -216,6 +226,24 @@ def test_the_first_block_tells_the_block_size(tmp_path: Path) -> None:
         until(lambda: len(index_of(tmp_path).resident[StorageMedium.GPU]) == 2)
 
 
+@pytest.mark.parametrize("kinds", [("sliding_window", "full_attention"), (None, None)])
+def test_the_first_block_of_the_main_group_tells_the_block_size(
+    kinds: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    """Whatever comes of other groups before, and of others' blocks, whose size may be another."""
+    others, full = kinds
+    odd = {"block_size": 2 * SIZE}
+    with rank_of(tmp_path, block_size=None) as rank:
+        rank.publish(1.0, [stored(0, 2, group_idx=1, kv_cache_spec_kind=others, **odd)], None)
+        rank.publish(1.0, [stored(8, 2, locality="REMOTE", **odd)], None)
+        assert not rank._begun
+        events = [stored(16, 2, group_idx=0, kv_cache_spec_kind=others, **odd)] if full else []
+        events.append(stored(0, 2, group_idx=2 if full else 0, kv_cache_spec_kind=full))
+        rank.publish(1.0, events, None)
+        until(lambda: rank.sidecar is not None)
+        until(lambda: len(index_of(tmp_path).resident[StorageMedium.GPU]) == 2)
+
+
 @pytest.mark.parametrize("size", [1, 4, 1000])
 def test_what_a_batch_takes_is_not_underrated(size: int) -> None:
     """However many tokens a block has, and however large they are."""
@@ -251,6 +279,23 @@ def test_one_sidecar_is_started(tmp_path: Path) -> None:
                 rank.publish(1.0, [stored(first)], None)
             assert len(_starting_threads()) == 1
         until(lambda: rank.sidecar is not None)
+
+
+def test_an_engine_without_threads_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next block that is stored tries again, and all is told."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            rank = stack.enter_context(rank_of(tmp_path))
+            rank.publish(1.0, [stored(0)], None)
+        assert rank.sidecar is None
+        rank.publish(1.0, [stored(100)], None)
+        until(lambda: rank.sidecar is not None)
+        until(lambda: len(index_of(tmp_path).resident[StorageMedium.GPU]) == 2)
 
 
 def test_an_end_while_the_sidecar_starts(tmp_path: Path) -> None:

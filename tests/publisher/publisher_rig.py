@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import shutil
 import signal
@@ -35,6 +36,7 @@ __all__ = [
     "RawPublisher",
     "children_of",
     "eventually",
+    "few_descriptors",
     "insert",
     "kill",
     "kvevents",
@@ -306,6 +308,25 @@ def open_fds() -> set[str]:
         with contextlib.suppress(OSError):
             found.add(f"{entry.name} {entry.readlink()}")
     return found
+
+
+@contextlib.contextmanager
+def few_descriptors(spare: int) -> Iterator[None]:
+    """This process can open only `spare` more; it has fewer than 200."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    for fd in taken[:spare]:
+        os.close(fd)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken[spare:]:
+            os.close(fd)
 
 
 def _command(entry: Path) -> str:

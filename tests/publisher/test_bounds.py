@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from kvevents import AllBlocksCleared, BlockIndex, BlockStored, Event, KVEventBa
 from kvevents.codec import decode_batch, encode_batch
 from kvevents.dialect import Dialect
 from kvevents.events import StorageMedium
-from kvevents.frames import END, JOIN, parse_replay_answer, replay_request
+from kvevents.frames import END, JOIN, Frame, parse_replay_answer, replay_request
 from kvevents.materializer import Materializer
 from kvevents.namespace import BASE
 from kvevents.records import BlockId, Remove, StoreKnown, StoreNew
@@ -84,13 +85,18 @@ class Router:
         self._sockets.append(socket)
         return socket
 
-    def ask(self, *, hwm: int = 1000) -> Socket:
-        """A client that asks from 0."""
+    def client(self, *, hwm: int = 1000) -> Socket:
+        """A client that asks for nothing yet."""
         client = self._socket(zmq.DEALER)
         client.setsockopt(zmq.RCVHWM, hwm)
         if hwm == 1:
             client.setsockopt(zmq.RCVBUF, 4096)
         client.connect(self._address)
+        return client
+
+    def ask(self, *, hwm: int = 1000) -> Socket:
+        """A client that asks from 0."""
+        client = self.client(hwm=hwm)
         client.send_multipart(replay_request(0))
         return client
 
@@ -181,15 +187,62 @@ def test_clients_that_left_cost_a_bounded_turn() -> None:
         assert rig.server.stats.dropped == 64 == rig.ended
 
 
+@pytest.mark.integration
+def test_a_request_of_many_frames_is_read_in_many_turns() -> None:
+    """Of 20,000 frames a turn reads a few hundred. Who asked before is answered meanwhile, who asks
+    meanwhile afterwards, and that request has its END, being malformed.
+    """
+    frames, most = 20_000, 1000
+    with Router() as rig:
+        before = rig.ask()
+        rig.take(1)
+        huge = rig.client()
+        for _ in range(frames - 1):
+            huge.send(b"x", zmq.SNDMORE)
+        huge.send(b"x")
+        assert rig.router.poll(int(PATIENCE_S * 1000))
+        rig.server.take_requests()
+        assert rig.router.getsockopt(zmq.RCVMORE), "the rest is for other turns"
+        rig.server.serve(0.0)
+        assert before.poll(int(PATIENCE_S * 1000))
+        meanwhile = rig.ask()
+        turns = 1
+        while rig.server.stats.requests < 2:
+            rig.server.take_requests()
+            turns += 1
+        assert turns > frames / most
+        rig.take(3)
+        for client in (huge, meanwhile):
+            deadline = time.monotonic() + PATIENCE_S
+            while not client.poll(10):
+                assert time.monotonic() < deadline, rig.server.stats
+                rig.server.serve(time.monotonic())
+        assert parse_replay_answer(huge.recv_multipart()) == END
+        assert isinstance(parse_replay_answer(meanwhile.recv_multipart()), Frame)
+        assert (rig.server.stats.requests, rig.server.stats.malformed) == (3, 1)
+
+
+class Part(NamedTuple):
+    """What a test needs of a zmq.Frame."""
+
+    bytes: bytes
+    more: bool
+
+
 class Crowd:
     """A ROUTER's place with requests of clients that will never be heard of again."""
 
     def __init__(self, count: int) -> None:
-        self._requests = iter(range(count))
+        asked = replay_request(0)
+        requests = ([b"\0%d" % number, *asked] for number in range(count))
+        self._parts = (
+            Part(one, at < len(asked)) for said in requests for at, one in enumerate(said)
+        )
 
-    def recv_multipart(self, _flags: int = 0) -> list[bytes]:
-        for number in self._requests:
-            return [b"\0%d" % number, *replay_request(0)]
+    def recv(self, _flags: int = 0, *, copy: bool = True) -> Part:
+        assert not copy
+        for part in self._parts:
+            return part
         raise zmq.Again
 
 

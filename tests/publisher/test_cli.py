@@ -80,6 +80,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
         ),
         (("tail", "tcp://h:1", "--server-key", "a.key"), ["--client-key", "without the other"]),
         (("serve",), ["--link"]),
+        (("serve", "--link", ""), ["--link: '' is not a path"]),
+        (("serve", "--check", "--link", ""), ["--link: '' is not a path"]),
         (("serve", "--link", "x", "--config", "/nonexistent"), ["--config", "/nonexistent"]),
         (("serve", "--link", "x", "--relay", "tcp://h:1"), ["--relay", "--link"]),
         (("serve", "--relay", "tcp://h:1"), ["--block-size"]),

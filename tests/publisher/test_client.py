@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from handler_rig import broken_handler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from publisher_link_rig import Link, Peer, store, until
@@ -148,6 +150,35 @@ def test_kinds_of_broken_batches_are_few(
     for number in range(200):
         sidecar.client.publish_batch(batch_of(*[AllBlocksCleared()] * number, stored(block_size=0)))
     assert len(caplog.records) == 1
+
+
+def test_a_handler_that_raises_costs_its_line_alone(link: tuple[Sidecar, Peer]) -> None:
+    """K1: the engine has no exception of it, and the next batch is written."""
+    sidecar, peer = link
+    with broken_handler("kvevents.link") as given:
+        assert not sidecar.client.publish_batch(batch_of(object()))
+        assert len(given) == 1
+        assert sidecar.client.publish_batch(batch_of())
+    assert sidecar.client.stats == ClientStats(written=1, invalid=1)
+    assert peer.numbers() == [0]
+
+
+def test_a_large_batch_leaves_no_large_buffer() -> None:
+    """What it was packed in is kept up to a mebibyte, and not beyond."""
+    tokens = list(range(100 * 4096))
+    large = batch_of(stored(block_hashes=[*range(100)], token_ids=tokens, block_size=4096))
+    with Link(ring_bytes=4 << 20) as link:
+        assert link.client.publish_batch(batch_of(stored()))
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            assert link.client.publish_batch(large)
+            after, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most - before > 4 * len(tokens), "it was packed"
+        assert after - before <= 1 << 20
+        assert link.client.publish_batch(batch_of(stored()))
 
 
 def test_a_message_larger_than_the_ring_is_refused_and_seen(link: tuple[Sidecar, Peer]) -> None:

@@ -14,13 +14,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvevents import AllBlocksCleared, BlockIndex, KVEventBatch
+from kvevents import AllBlocksCleared, BlockIndex, BlockRemoved, KVEventBatch, StorageMedium
 from kvevents.codec import decode_batch, encode_batch
 from kvevents.index import Oddities
+from kvevents.namespace import BASE
+from kvevents.records import BlockId, Clear, Remove, StoreNew
+from kvevents.tokens import pack_tokens
 from publisher.config.sidecar_config import SinkConfig, WorkerInfo
-from publisher.link.messages import BATCH, LOST
+from publisher.link.messages import BATCH, FRESH, LOST
 from publisher.stream.core import Core, Numbered
 from publisher.stream.input import Input
+from publisher.stream.journal import Journal
 from publisher.stream.output import Output
 
 PLAIN = SinkConfig(name="plain", buffer_steps=8)
@@ -312,6 +316,153 @@ def test_what_is_not_as_it_was_is_named(tmp_path: Path, caplog: pytest.LogCaptur
                 {"it is of another run of the worker, or of an engine elsewhere"},
             )[number]
         )
+
+
+WORKER = WorkerInfo(block_size=BLOCK_SIZE, model="m", worker_id="w")
+
+
+def opened(folder: Path, *sinks: SinkConfig) -> Core:
+    """A core over `folder`, as a process that begins has it."""
+    names = tuple(sink.name for sink in sinks)
+    return Core(WORKER, b"a" * 16, sinks, names, folder, clock=lambda: 1.0)
+
+
+def test_what_may_be_sent_is_in_the_files_already(tmp_path: Path) -> None:
+    """C1: a kill writes nothing more, so whatever came out of the core is found by the next process."""
+    worker, folder = StoryWorker(1), tmp_path / "state"
+    folder.mkdir()
+    core = opened(folder, PLAIN, MERGED)
+
+    def killed() -> None:
+        left = Path(tempfile.mkdtemp(dir=tmp_path))
+        shutil.copytree(folder, left, dirs_exist_ok=True)
+        after = opened(left, PLAIN, MERGED)
+        assert after.warm
+        for found, output in zip(after.outputs, core.outputs, strict=True):
+            assert found.next_seq == output.next_seq
+            kept = list(found.replay(found.log.oldest_seq))
+            assert kept == list(output.replay(found.log.oldest_seq))
+        after.close()
+
+    core.start()
+    killed()
+    for now in range(4):
+        worker.step()
+        core.apply(worker.messages[-1:], float(now))
+        core.work(now + 0.5)  # what is to be merged
+        killed()
+        core.own(1, [])
+        killed()
+    core.end()
+    killed()
+    core.close()
+
+
+def test_a_generation_of_other_sinks_is_of_them_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C2: entries name sinks by their place, so a journal from before they were moved is not continued.
+    The process that moved them is killed before its own checkpoint is whole.
+    """
+    worker, other = StoryWorker(2), msgspec.structs.replace(PLAIN, name="other")
+    sent: dict[str, dict[int, bytes]] = {"plain": {}, "other": {}}
+
+    def send(core: Core, published: list[Numbered]) -> None:
+        for one in published:
+            sent[core.outputs[one.sink].name][one.frame.seq] = one.frame.payload
+
+    for sinks in ((PLAIN, other), (other, PLAIN)):
+        core = opened(tmp_path, *sinks)
+        send(core, core.start())
+        send(core, core.own(0, []))
+        worker.step()
+        send(core, core.apply(worker.messages[-1:], 0.0))
+        send(core, core.own(1, []))
+        core.close()
+        monkeypatch.setattr("publisher.stream.core._CHECKPOINT_BYTES", 1)
+    core = opened(tmp_path, other, PLAIN)
+    for output in core.outputs:
+        assert output.next_seq == max(sent[output.name]) + 1
+        for seq, payload in output.replay(output.log.oldest_seq):
+            assert payload == sent[output.name][seq], "another batch than was sent"
+    core.close()
+
+
+def test_a_state_that_is_half_told_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C2: the journal wants another generation at every turn while the state is told anew, in many
+    batches. Whatever generations are left, a later process and its late routers have the whole state.
+    """
+    monkeypatch.setattr("publisher.stream.output.SNAPSHOT_BLOCKS", 2)
+    monkeypatch.setattr(Journal, "_due_bytes", 1)
+    worker, sink = StoryWorker(3), msgspec.structs.replace(PLAIN, buffer_steps=1000)
+    core = opened(tmp_path, sink)
+    core.start()
+    for _ in range(60):
+        worker.step()
+    core.apply(worker.messages, 0.0)
+    core.snapshot()
+    turns = 0
+    while core.held:
+        core.work(0.0)
+        turns += 1
+    assert turns > 5, "many batches"
+    core.close()
+    core = opened(tmp_path, sink)
+    assert core.warm
+    late = BlockIndex()
+    for _, payload in core.outputs[0].replay(0):
+        late.apply(decode_batch(payload).batch.events)
+    assert late.resident == worker.truth
+    core.close()
+
+
+def test_what_a_store_was_told_of_is_removed_by_a_later_process_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C2: the spelling of a store's objects needs what is held, also when only a checkpoint says it."""
+    block = StoreNew(StorageMedium.DISK, BlockId(0), 1, None, BASE, pack_tokens([1] * BLOCK_SIZE))
+    gone = Remove(StorageMedium.DISK, [(BlockId(0), 1)])
+    core = opened(tmp_path, STORE)
+    core.start()
+    core.apply([Input(0, FRESH, msgspec.msgpack.encode((1.0, [Clear(), block])))], 0.0)
+    monkeypatch.setattr(Journal, "_due_bytes", 1)
+    for _ in range(4):
+        core.own(0, [])
+        core.work(0.0)
+    core.close()
+    core = opened(tmp_path, STORE)
+    assert core.warm
+    told = core.apply([Input(1, 0, msgspec.msgpack.encode((2.0, [gone])))], 0.0)
+    core.close()
+    events = [event for one in told for event in decode_batch(one.frame.payload).batch.events]
+    assert [type(event) for event in events] == [BlockRemoved]
+
+
+def test_a_kill_before_the_first_seq_was_stored_is_no_lost_state(tmp_path: Path) -> None:
+    """A process killed at its very first start leaves zeros; the next begins as it would have."""
+    (tmp_path / "seq-plain").write_bytes(bytes(16))
+    core = Core(
+        *(WORKER, b"a" * 16, (PLAIN,), ("plain",), tmp_path),
+        clock=lambda: 1.0,
+        may_reset=False,
+    )
+    assert [one.frame.seq for one in core.start()] == [0]
+    core.close()
+
+
+@pytest.mark.parametrize(("padding", "first"), [(None, 0), (0, 95), (3, 95), (94, 95), (95, 0)])
+def test_a_sink_may_bound_the_empty_batches_of_a_replay(padding: int | None, first: int) -> None:
+    """`replay_padding`: of 100 seqs 4 are kept and one is needed for the snapshot; a replay from 0 that
+    would need more empty ones in between begins as late as it can.
+    """
+    sink = SinkConfig(name="s", buffer_steps=4, replay_padding=padding)
+    core = Core(WORKER, b"a" * 16, (sink,), ("s",), None, clock=lambda: 1.0)
+    for _ in range(100):
+        core.own(0, [])
+    assert [seq for seq, _ in core.outputs[0].replay(0)] == [*range(first, 100)]
+    core.close()
 
 
 def as_many(examples: int) -> int:

@@ -5,23 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from core_rig import BLOCK_SIZE, StoryWorker
 from ports_rig import free_endpoints
-from publisher_rig import PATIENCE_S, eventually, kill, receive_until, still_running
+from publisher_rig import (
+    PATIENCE_S,
+    eventually,
+    few_descriptors,
+    kill,
+    receive_until,
+    short_folder,
+    start_kvevents,
+    still_running,
+)
 
 from kvevents import AllBlocksCleared, BlockIndex, decode_batch
 from kvevents.codec import encode_batch
 from kvevents.events import KVEventBatch
 from publisher import Batch, SidecarConfig, SinkConfig, Subscriber, WorkerInfo, spawn
 from publisher.config.sidecar_config import RelayConfig
+from publisher.link.messages import LOST
 from publisher.sidecar.loop import Loop
 from publisher.sidecar.relay import RelaySource
 from publisher.sidecar.signals import Signals
@@ -162,6 +174,142 @@ def test_the_end_comes_though_there_is_more_to_read() -> None:
         context.term()
 
 
+class WatchedWorker(GoneWorker):
+    """One that leaves three messages, and sees when the loop lets go of each."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self._core = core
+        self.num_read = 0
+        self.applied: list[int] = []
+        """How many the core had taken, each time that what was read was let go of."""
+        self.asked: list[str] = []
+
+    def read(self, most: int) -> tuple[list[Input], bool]:
+        if self.num_read == 3:
+            return [], False
+        self.num_read += 1
+        return super().read(most)
+
+    def release(self) -> None:
+        self.applied.append(self._core.replica.expected)
+
+    def ask_resync(self, reason: str) -> None:
+        self.asked.append(reason)
+
+
+@contextlib.contextmanager
+def looping(source: GoneWorker, core: Core, one: SinkConfig = SINK) -> Iterator[Loop]:
+    """A loop over a source that it does not know, begun."""
+    config = SidecarConfig(sinks=(one,), linger_s=0.0)
+    status = SidecarStatus(INFO, "0", os.getpid(), 0.0)
+    loop = Loop.__new__(Loop)
+    loop._update_status = lambda now: None  # type: ignore[method-assign]  # of known sources
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(zmq.Context[zmq.Socket[bytes]]())
+        sink = Sink(context, one, core.outputs[0], INFO, {})
+        stack.callback(sink.close, linger_s=0)
+        signals = Signals()
+        stack.callback(signals.close)
+        Loop.__init__(loop, source, core, [sink], config, status, signals, None)
+        loop.begin()
+        yield loop
+
+
+@pytest.mark.integration
+def test_what_is_let_go_of_has_been_kept() -> None:
+    """S2: killed in between, a sidecar is followed by one that finds it in the ring or in the journal."""
+    core = Core(INFO, b"g" * 16, (SINK,), ("s",), None, clock=time.time)
+    source = WatchedWorker(core)
+    with looping(source, core) as loop:
+        loop.run()
+    assert source.applied[:3] == [1, 2, 3]
+    assert source.asked == []
+
+
+@pytest.mark.integration
+def test_a_resync_that_was_never_asked_for_is_asked_for_by_the_next(tmp_path: Path) -> None:
+    """R1: killed after it had noted a loss, and before it asked: nobody else would."""
+    worker = StoryWorker(4)
+    worker.retell()
+    core = Core(INFO, b"g" * 16, (SINK,), ("s",), tmp_path, clock=time.time)
+    core.start()
+    core.apply([*worker.messages, Input(9, LOST, b"the ring was full")], 0.0)
+    core.close()
+    core = Core(INFO, b"g" * 16, (SINK,), ("s",), tmp_path, clock=time.time)
+    assert core.warm and not core.replica.in_step
+    source = WatchedWorker(core)
+    with looping(source, core):
+        assert len(source.asked) == 1
+    core.close()
+
+
+class SteeredWorker(WatchedWorker):
+    """One that tells what it is given to."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self.inputs: list[Input] = []
+
+    def wake_at(self) -> float:
+        return 0.0 if self.inputs else float("inf")
+
+    def read(self, most: int) -> tuple[list[Input], bool]:
+        inputs, self.inputs = self.inputs, []
+        return inputs, False
+
+
+@pytest.mark.integration
+def test_who_joins_while_the_state_is_not_known_is_told_it_later() -> None:
+    """After a loss a joiner has to wait until the worker has told its state anew, and has that then."""
+    one = msgspec.structs.replace(SINK, tells_joiners=True)
+    core = Core(INFO, b"g" * 16, (one,), ("s",), None, clock=time.time)
+    source, worker = SteeredWorker(core), StoryWorker(4)
+    worker.retell()
+    for _ in range(20):
+        worker.step()
+    source.inputs = [*worker.messages, Input(worker.number, LOST, b"the ring was full")]
+    worker.number += 1
+    with (
+        looping(source, core, one) as loop,
+        zmq.Context[zmq.Socket[bytes]]() as context,
+        context.socket(zmq.SUB) as joiner,
+    ):
+        (sink,), output = loop._sinks, core.outputs[0]
+
+        def turn() -> None:
+            loop._turn(now := time.monotonic(), now + 0.05)
+
+        def in_step() -> bool:
+            return core.replica.in_step
+
+        turn()
+        assert not in_step()
+        joiner.setsockopt(zmq.LINGER, 0)
+        joiner.subscribe(b"")
+        joiner.connect(sink.bound.endpoint)
+        deadline = time.monotonic() + PATIENCE_S
+        while not sink.status.subscribers:
+            assert time.monotonic() < deadline
+            turn()
+        for _ in range(3):
+            turn()
+        assert sink.tell_at() <= time.monotonic(), "it still waits"
+        assert not output.snapshotting
+        worker.retell()
+        source.inputs = worker.messages[-1:]
+        turn()
+        assert in_step()
+        assert sink.tell_at() == float("inf"), "it is being told, or was"
+        index = BlockIndex()
+        while index.resident != worker.truth:
+            assert time.monotonic() < deadline
+            turn()
+            while joiner.poll(0):
+                index.apply(decode_batch(joiner.recv_multipart()[-1]).batch.events)
+        assert worker.blocks
+
+
 @pytest.mark.parametrize("foreign", [False, True])
 def test_nothing_is_told_anew_after_the_end(foreign: bool) -> None:
     """Neither a rebase that is due nor a snapshot that is asked for brings back a dead worker's."""
@@ -209,6 +357,52 @@ def test_a_successor_cuts_the_linger_short(tmp_path: Path) -> None:
         assert still_running([pid], PATIENCE_S) == set()
 
 
+@contextlib.contextmanager
+def nobody_at_a_link() -> Iterator[tuple[socket.socket, Path]]:
+    """A worker's socket that listens, and which nobody looks after."""
+    with (
+        short_folder() as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        listener.settimeout(PATIENCE_S)
+        listener.bind(str(folder / "link-dp0"))
+        listener.listen()
+        yield listener, folder / "link-dp0"
+
+
+def serving(link: Path, *more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """`kvevents serve` at `link`."""
+    options = ["--link", str(link), "--endpoint", ANY, "--replay-endpoint", "none"]
+    options += ["--http-endpoint", "none", *more]
+    return start_kvevents(f"serving-{os.getpid()}", "serve", *options)
+
+
+@pytest.mark.integration
+def test_a_socket_without_a_worker_keeps_nobody_from_ending() -> None:
+    """SIGTERM ends `serve --forever` though a killed worker's socket stays at the link."""
+    with nobody_at_a_link() as (listener, link):
+        listener.close()
+        with serving(link, "--forever") as process:
+            assert process.stderr is not None
+            while "; waiting" not in (line := process.stderr.readline()):
+                assert line, "it has ended"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("more", [(), ("--forever",)], ids=["once", "forever"])
+def test_a_worker_that_is_stopped_keeps_nobody_from_ending(more: tuple[str, ...]) -> None:
+    """SIGTERM ends a sidecar that waits for its Welcome, well before the ten seconds for that."""
+    with nobody_at_a_link() as (listener, link), serving(link, *more) as process:
+        worker, _ = listener.accept()
+        with worker:
+            worker.settimeout(PATIENCE_S)
+            assert worker.recv(4096), "its Hello"
+            process.send_signal(signal.SIGTERM)
+            process.wait(7.0)
+
+
 def test_who_waits_is_seen(tmp_path: Path) -> None:
     """A folder's holder sees that another waits; one that has got it sees nobody."""
     from threading import Thread
@@ -228,8 +422,6 @@ def test_who_waits_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ts", [float("nan"), float("inf"), -float("inf")])
 def test_a_batch_without_a_time_is_told(ts: float) -> None:
     """An engine's batch whose ts is no number of seconds costs nothing: it has the time of the last."""
-    import msgspec
-
     core = Core(INFO, b"g" * 16, (SINK,), ("s",), None, clock=time.time)
     core.start()
     worker = StoryWorker(1, foreign=True)
@@ -241,27 +433,6 @@ def test_a_batch_without_a_time_is_told(ts: float) -> None:
     assert told.frame.events and told.frame.ts == 0.0
     with pytest.raises(ValueError, match=r"^ts: "):
         encode_batch(KVEventBatch(ts, [], 0))
-
-
-@contextlib.contextmanager
-def few_descriptors(spare: int) -> Iterator[None]:
-    """This process can open only `spare` more; it has fewer than 200."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-    taken = []
-    with contextlib.suppress(OSError):
-        while True:
-            taken.append(os.open(os.devnull, os.O_RDONLY))
-    for fd in taken[:spare]:
-        os.close(fd)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken[spare:]:
-            os.close(fd)
 
 
 @pytest.mark.integration

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from handler_rig import broken_handler
 from hypothesis import given
 from hypothesis import strategies as st
 from publisher_link_rig import FAKE_SIDECAR, Peer, Refused, store, until, worker_running
@@ -639,6 +640,20 @@ def test_a_child_that_always_ends_is_given_up(
         assert len(errors) == 1
         assert "is given up, after 4 in a row" in errors[0].getMessage()
         assert sidecar.close() == 3
+
+
+def test_a_handler_that_raises_costs_its_lines_alone(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A2 for a child whose end, and whose own lines, a handler of the worker's takes badly."""
+    with caplog.at_level(logging.INFO), attended(folder, "stay") as (sidecar, attendant, _):
+        assert attendant.settled.wait(PATIENCE_S)
+        with broken_handler("kvevents.sidecar") as given:
+            kill(pid := sidecar.pid)
+            until(lambda: sidecar.pid != pid and sidecar.state == SidecarState.READY)
+            until(lambda: "started" in given)
+        assert len(given) > 1
+        assert sidecar.close() == 0
 
 
 def test_a_child_is_not_started_again_where_that_is_not_wanted(folder: Path) -> None:

@@ -28,6 +28,7 @@ from kvevents.records import Clear
 from kvevents.speller import Speller
 from publisher.config.sidecar_config import WorkerInfo
 from publisher.link.messages import BATCH, FRESH, LOST
+from publisher.link.packed import pack_plain
 from publisher.stream.input import Input
 from publisher.stream.replica import Replica, Told
 
@@ -179,6 +180,33 @@ def test_a_batch_that_cannot_be_read_clears() -> None:
     assert replica.in_step
     assert replica.apply(Input(9, LOST, b"gone")) == Told(4.0, CLEAR)
     assert (replica.last_loss, replica.expected) == ("gone", 9)
+
+
+def test_a_batch_behind_records_that_were_lost_begins_anew() -> None:
+    """R1, R2: though its number is the next, what the records had told is not believed any more."""
+    worker = story(2, 10)
+    replica, _ = applied([*worker.messages, Input(10, 0, b"\xff")])
+    assert snapshot(replica) != []
+    later = story(5, 1, foreign=True).messages[0]
+    told = replica.apply(Input(11, BATCH, later.body))
+    assert told is not None
+    assert told.events == [*CLEAR, *decode_batch(later.body).batch.events]
+    assert view(snapshot(replica)).resident == view(told.events).resident
+
+
+@pytest.mark.parametrize(("rank", "as_it_is"), [(0, True), (1, False)])
+def test_a_batch_of_another_rank_is_encoded_anew(rank: int, as_it_is: bool) -> None:
+    """What is published names the worker's own rank, so the bytes of another's are not passed on."""
+    body, stored = bytearray(), BlockStored([7], None, [1] * BLOCK_SIZE, BLOCK_SIZE)
+    stored.medium = StorageMedium.GPU
+    flags = pack_plain(KVEventBatch(1.0, [stored], rank), body)
+    assert flags
+    replica = Replica(WORKER)
+    told = replica.apply(Input(0, flags, bytes(body)))
+    assert told is not None
+    assert list(told.events) == [stored]
+    assert (told.payload is not None) is as_it_is
+    assert replica.other_rank == (None if as_it_is else 1)
 
 
 def test_records_and_batches_clear_each_other() -> None:

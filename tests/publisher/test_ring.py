@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,48 @@ def test_a_writer_may_die_at_any_store(before: list[int], read: int, last: int, 
         assert found in (written, [*written, number])
         assert not done or found == [*written, number]
         assert reader.offered in (number, number + 1)
+    finally:
+        reader.close()
+        writer.close()
+
+
+class Watched:
+    """Words of which each store is looked at once it is done."""
+
+    def __init__(self, words: memoryview, look: Callable[[], None]) -> None:
+        self._words, self._look = words, look
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._words[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._words[key] = value
+        self._look()
+
+    def release(self) -> None:
+        self._words.release()
+
+
+def test_what_was_written_is_readable_before_it_counts_as_offered() -> None:
+    """B3: a reader that looks at `offered` at any store of a write, and then reads all there is, misses
+    nothing; it would ask for a resync, and what an engine holds would be cleared.
+    """
+    writer = RingWriter(MIN_RING_BYTES)
+    reader = RingReader(writer.fd)
+    found: list[int] = []
+
+    def look() -> None:
+        offered = reader.offered
+        while (message := reader.read()) is not None:
+            found.append(message.number)
+        reader.release()
+        assert offered <= len(found)
+
+    try:
+        writer._words = Watched(writer._words, look)  # type: ignore[assignment]
+        for size in range(20):
+            assert writer.write(bytes(size))
+        assert found == list(range(20))
     finally:
         reader.close()
         writer.close()

@@ -75,6 +75,15 @@ def test_a_file_that_nothing_was_published_with_is_sound(tmp_path: Path) -> None
         assert (kept.found, kept.created) == (0, False)
 
 
+def test_a_file_whose_first_process_was_killed_at_once_is_new(tmp_path: Path) -> None:
+    """It had room for a seq, and none was stored: nothing is lost."""
+    path = tmp_path / "seq"
+    path.write_bytes(bytes(16))
+    with opened(path) as kept:
+        assert (kept.found, kept.created) == (None, True)
+    assert found(path) == 0
+
+
 def test_a_seq_is_one_word(tmp_path: Path) -> None:
     """16 bytes: the magic, and one aligned word whose upper 48 bits are the seq."""
     magic, word = struct.unpack("<QQ", kept_by(tmp_path / "seq", 0x1234_5678_9ABC))

@@ -286,6 +286,17 @@ def test_subscribers_are_counted(context: zmq.Context[Socket]) -> None:
             sink.take_subscriptions(0.0)
 
 
+def test_joiners_have_the_state_told_now_and_then(context: zmq.Context[Socket]) -> None:
+    """Invariant 23: all others hear it too, so whoever comes again and again has to wait."""
+    with open_sink(context, dialect="aibrix") as sink:
+        with subscribed(context, sink):
+            assert sink.tell_at() == 0.0
+            sink.note_told(0.0)
+            assert sink.tell_at() == float("inf")
+        with subscribed(context, sink):
+            assert sink.tell_at() == 10.0
+
+
 def test_subscriptions_are_taken_a_bounded_number_a_turn(context: zmq.Context[Socket]) -> None:
     """Someone who subscribes without end does not keep the sink from its other work."""
     with open_sink(context) as sink, context.socket(zmq.XSUB) as flood:

@@ -306,6 +306,37 @@ def test_a_retelling_full_of_long_names_arrives() -> None:
         assert len(link.index) == 64
 
 
+def test_a_retelling_whose_first_part_is_too_large_is_begun_again() -> None:
+    """K2: the part that says FRESH is refused, which the sidecar does not ask for a second time."""
+    with Link(ring_bytes=MIN_RING_BYTES) as link:
+        cache = make_cache(num_pages=16)
+        link.client.pump(cache)
+        for number in range(16):
+            insert(cache, range(4), Namespace(f"{number:01000}", f"{number:01000}"))
+        assert not link.client.pump(cache)
+        link.take()
+        assert not link.source.in_step
+        assert not link.client.pump(cache), "a first part of several names"
+        settle(link, cache)
+        assert link.source.stats.resyncs == 1
+        assert link.index.resident == cache.resident_blocks()
+        assert len(link.index) == 16
+
+
+def test_what_another_cache_changes_is_not_kept_while_its_retelling_waits() -> None:
+    """K4, invariant 25: nobody reads for ever so long; the re-telling that is due has all of it."""
+    with Link(ring_bytes=MIN_RING_BYTES) as link:
+        link.client.pump(make_cache())
+        while link.client.publish([store(link.client.stats.written)]):
+            pass
+        other = make_cache(num_pages=2)
+        for number in range(20):
+            insert(other, range(4 * number, 4 * number + 4))
+            other.evict(1)
+            assert link.client.pump(other)
+            assert other.take_records() == []
+
+
 def test_a_retelling_waits_for_room() -> None:
     """K3: while the ring is over half full nothing is retold, and the retelling comes after."""
     with Link(ring_bytes=MIN_RING_BYTES) as link:

@@ -19,6 +19,7 @@ from publisher_rig import (
     PATIENCE_S,
     children_of,
     eventually,
+    few_descriptors,
     insert,
     kill,
     make_cache,
@@ -31,6 +32,7 @@ from publisher_rig import (
 
 from hicache import HiRadixCache
 from publisher import (
+    LinkError,
     Respawn,
     Sidecar,
     SidecarConfig,
@@ -250,6 +252,38 @@ def test_close_has_a_deadline_with_data_pending() -> None:
         began = time.monotonic()
         assert sidecar.close(timeout_s=0.1) == -signal.SIGKILL
         assert time.monotonic() - began < 3.0
+
+
+def test_without_descriptors_nothing_is_left_open() -> None:
+    """However few there are, until there are enough: an engine tries for ever."""
+    before = open_fds()
+    for spare in range(100):
+        with few_descriptors(spare):
+            try:
+                sidecar = start()
+            except (OSError, LinkError):
+                sidecar = None
+        if sidecar is not None:
+            sidecar.close()
+            break
+        assert open_fds() == before, f"with {spare} descriptors"
+    else:
+        pytest.fail("there were never enough")
+    assert spare > 3
+
+
+def test_without_threads_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a link, or its ring, stay."""
+    before = open_fds()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            start()
+    assert open_fds() == before
 
 
 # ------------------------------------------------------------------------------- workers that end

@@ -170,6 +170,22 @@ def test_it_waits_for_an_earlier_one(tmp_path: Path) -> None:
     taken[0].close()
 
 
+def test_who_gave_up_waits_no_more(tmp_path: Path) -> None:
+    """Whoever holds it has its whole linger again; but not while a third one waits."""
+    first = StateFolder(tmp_path, "w", wait_s=0)
+    refused(tmp_path)
+    assert not first.successor_waits()
+    third = Thread(target=lambda: StateFolder(tmp_path, "w", wait_s=PATIENCE_S).close())
+    third.start()
+    eventually(lambda: first.successor_waits() or None)
+    with pytest.raises(StateError):
+        StateFolder(tmp_path, "w", wait_s=0)
+    eventually(lambda: first.successor_waits() or None)
+    first.close()
+    third.join(PATIENCE_S)
+    assert not third.is_alive()
+
+
 def test_a_lock_that_says_nonsense(tmp_path: Path) -> None:
     """Whatever the lock file says, the refusal is one bounded line of text."""
     folder = StateFolder(tmp_path, "w", wait_s=0)

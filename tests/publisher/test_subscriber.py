@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket as sockets
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from publisher_rig import (
+    ENVIRONMENT,
     LOOPBACK,
     RawPublisher,
     insert,
@@ -605,6 +608,56 @@ def test_a_malformed_message_costs_only_itself() -> None:
         publisher.live(1)
         assert brief(receive_until(subscriber, has(1))) == [1]
         assert subscriber.stats.malformed == 4
+
+
+# ----------------------------------------------------------------------------- a host that is gone
+
+ALONE = """
+import subprocess, sys, time
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+from publisher import Subscriber
+from publisher_rig import RawPublisher
+with RawPublisher() as publisher, Subscriber(publisher.endpoint) as subscriber:
+    publisher.await_subscriber()
+    publisher.live(1)
+    assert [type(one).__name__ for one in subscriber.receive()] == ["Lost", "Batch"]
+    for state in ("down", "up"):
+        subprocess.run(["ip", "link", "set", "lo", state], check=True)
+        until = time.monotonic() + 60
+        while subscriber.connected == (state == "down"):
+            assert time.monotonic() < until
+            subscriber.receive(0.1)
+        print(state, flush=True)
+    publisher.live(2)
+    (batch,) = subscriber.receive()
+    print(batch.seq)
+"""
+
+
+def test_a_publisher_that_says_nothing_is_asked_whether_it_is_there() -> None:
+    """Case 73: the kernel's timer of the connection is that of TCP keepalive, and short."""
+    with RawPublisher() as publisher, join(publisher, seqs=[0]) as subscriber:
+        assert subscriber.receive(0.3) == []  # what was sent is acknowledged
+        port = f"{int(publisher.endpoint.rpartition(':')[2]):04X}"
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        (timer,) = [line[5] for line in lines if line[2].endswith(f":{port}") and line[3] == "01"]
+        kind, jiffies = timer.split(":")
+        assert (kind, 0 <= int(jiffies, 16) <= 500) == ("02", True)
+
+
+@pytest.mark.stress
+def test_packets_that_are_dropped_without_a_word() -> None:
+    """Case 73: it is noticed, and once they come again the stream goes on. In a network of its own."""
+    if subprocess.run(["unshare", "-rn", "ip", "link"], capture_output=True, check=False).returncode:
+        pytest.skip("no network of its own can be had here")
+    ran = subprocess.run(
+        ["unshare", "-rn", sys.executable, "-c", ALONE],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**ENVIRONMENT, "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert (ran.returncode, ran.stdout) == (0, "down\nup\n2\n"), ran.stderr
 
 
 # --------------------------------------------------------------------------------- time and ending

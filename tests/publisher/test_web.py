@@ -371,6 +371,8 @@ def test_it_listens_on_ipv6() -> None:
         ("http://127.0.0.1:65536", "http_endpoint: .*65536"),
         ("http://192.0.2.1:0", "http_endpoint: http://192.0.2.1:0 cannot be bound: "),
         ("http://nowhere.invalid:0", "http_endpoint: http://nowhere.invalid:0 cannot be bound: "),
+        ("http://a..b:0", r"^http_endpoint: http://a\.\.b:0 cannot be bound: ."),
+        (f"http://{'a' * 64}:0", "^http_endpoint: http://a{64}:0 cannot be bound: ."),
     ],
 )
 def test_an_endpoint_that_cannot_be_bound_is_an_error_with_key_and_reason(
