@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -203,7 +204,8 @@ def _read(body: bytes, backend: Backend) -> tuple[Request, _Completion]:
         if getattr(asked, name) not in (None, 1):
             raise _Refused(400, f"{name}: {getattr(asked, name)} is not 1", name)
     for name in ("echo", "logprobs", "stop", "suffix"):
-        if getattr(asked, name) not in (None, False):
+        value = getattr(asked, name)
+        if value is not None and value is not False:  # logprobs may be 0, which asks for some
             raise _Refused(400, f"{name}: is not served", name)
     prompt = _prompt(asked.prompt, backend.vocab_size)
     most = backend.most_tokens - len(prompt)
@@ -247,6 +249,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         backend, path = self.backend, self.path.partition("?")[0]
+        if "content-length" in self.headers or "transfer-encoding" in self.headers:
+            self.close_connection = True  # what is not read would be taken for the next request
         if path == "/health":
             well = backend.is_well()
             self._send(200 if well else 503, {"status": "ok" if well else "ending"})
@@ -284,10 +288,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _body(self) -> bytes:
-        length = self.headers.get("content-length", "")
-        if not length.isdecimal():
-            self.close_connection = True
-            raise _Refused(411, "content-length: is needed")
+        length, *others = self.headers.get_all("content-length", [""])
+        if not length.isdecimal() or others or "transfer-encoding" in self.headers:
+            self.close_connection = True  # where this body ends is not known
+            raise _Refused(411, "content-length: is needed, once, without transfer-encoding")
         if len(length) > _MOST_DIGITS or int(length) > _MOST_BODY_BYTES:
             self.close_connection = True
             raise _Refused(413, f"the body: {length[:20]} bytes are not in 0..{_MOST_BODY_BYTES}")
@@ -306,7 +310,11 @@ class _Handler(BaseHTTPRequestHandler):
         first = next(tokens)  # until here a failure has a status of its own
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
-        self.send_header("transfer-encoding", "chunked")
+        if self._takes_chunks:
+            self.send_header("transfer-encoding", "chunked")
+        else:  # then it ends with the connection
+            self.close_connection = True
+            self.send_header("connection", "close")
         self.end_headers()
         try:
             self._event(self._object(name, [_choice([first], None)]))
@@ -364,7 +372,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise OSError
             with opener.open(sidecar + path, timeout=2.0) as answer:
                 self._send_bytes(200, answer.read(), "application/json")
-        except OSError:
+        except (OSError, HTTPException):  # of the latter kind is an answer that breaks off
             self._refuse(_Refused(503, "the sidecar does not answer now"))
 
     # -------------------------------------------------------------------------------------- out
@@ -387,8 +395,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _event(self, answer: dict[str, Any]) -> None:
         self._chunk(b"data: " + json.dumps(answer).encode() + b"\n\n")
 
+    @property
+    def _takes_chunks(self) -> bool:
+        """HTTP/1.0 knows none."""
+        return self.request_version >= "HTTP/1.1"
+
     def _chunk(self, data: bytes) -> None:
-        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data) if self._takes_chunks else data)
 
 
 def _exposition(metrics: dict[str, dict[str, float]]) -> bytes:

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 __all__ = [
+    "FULL_ATTENTION",
+    "LOCAL",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
@@ -21,6 +23,11 @@ __all__ = [
     "StorageMedium",
     "medium_of",
 ]
+
+FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
+"""`kv_cache_spec_kind` of the main KV cache group of a hybrid model, as vLLM names it."""
+LOCAL = (None, "LOCAL")
+"""`locality` of the engine's own blocks."""
 
 
 class StorageMedium(StrEnum):

@@ -197,8 +197,6 @@ class Follower:
         due, self.asking = self.asking, None
         if due == start or not self._can_replay:
             return
-        if due is not None:
-            yield from self._not_asked()
         if self.next_seq is None and not self.recovering:
             self._begin(start)
         elif start == JOIN:

@@ -73,7 +73,7 @@ class Speller:
         )
         """Whether our own encoding is the one wanted."""
         self._cuts = dialect.blocks_per_event is not None or not dialect.token_ids
-        self.verbatim = self._ours and dialect.token_ids
+        self.verbatim = self._ours and not self._cuts
         self._last: tuple[float, Sequence[Event]] | None = None
         self._payload = b""
 

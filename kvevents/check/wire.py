@@ -36,6 +36,8 @@ class Wire:
         self._last_ns: int | None = None
         self._beats = False
         """Whether it sends empty batches."""
+        self._behind = False
+        """Whether messages have the time at which they were read, long after they came."""
         self._asked: int | None = None
         """The start of the replay under way."""
         self._answered: int | None = None
@@ -61,6 +63,8 @@ class Wire:
                 yield from self._take_answer(message)
             case Channel.OVER:
                 yield from self._over()
+            case Channel.BEHIND | Channel.ABREAST:
+                self._behind = message.channel == Channel.BEHIND
             case Channel.CONNECTED | Channel.DISCONNECTED | Channel.REFUSED:
                 self._live.clear()  # the run behind the next connection may be another
                 self._last_ns = None
@@ -77,14 +81,15 @@ class Wire:
                 yield self._end_on_pub(message.frames[2])
             return
         payload, last = frame.payload, self._last_ns
-        if frame.seq <= self._last_seq and frame.seq not in self._live:
-            self._live.clear()
-        if last is not None and self._beats and message.at_ns - last > self._silence_ns:
-            for_s = (message.at_ns - last) / _NS
-            what = f"nothing came for {for_s:.0f} s of a publisher that sends heartbeats"
+        told = hash(payload), len(payload)
+        if frame.seq <= self._last_seq and self._live.get(frame.seq) != told:
+            self._live.clear()  # another run, behind a connection that has stayed, as a proxy's does
+        silent_ns = 0 if last is None else message.at_ns - last
+        if silent_ns > self._silence_ns and self._beats and not self._behind:
+            what = f"nothing came for {silent_ns / _NS:.0f} s of a publisher that sends heartbeats"
             yield finding_of("silence", Place(frame.seq), what, earlier=Place(self._last_seq))
         self._last_ns, self._last_seq = message.at_ns, frame.seq
-        self._live[frame.seq] = hash(payload), len(payload)
+        self._live[frame.seq] = told
         if len(self._live) > _KEPT:
             self._live.popitem(last=False)
 

@@ -125,6 +125,8 @@ def run(options: argparse.Namespace) -> int:
 def _print_json(findings: list[Finding]) -> None:
     import msgspec
 
+    from publisher.tools.text import json_text
+
     told: list[dict[str, Any]] = [
         {
             "probe": one.probe,
@@ -134,7 +136,7 @@ def _print_json(findings: list[Finding]) -> None:
         }
         for one in findings
     ]
-    print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode(), flush=True)
+    print(json_text(msgspec.json.format(msgspec.json.encode(told), indent=2)), flush=True)
 
 
 def _case(options: argparse.Namespace) -> Case:

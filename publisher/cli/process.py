@@ -180,7 +180,7 @@ def _opened(kind: type[_Stream], fd: int, like: TextIO | None) -> TextIO:
     return io.TextIOWrapper(
         kind(fd, unbuffered=isinstance(like.buffer, io.RawIOBase)),  # python -u
         like.encoding,
-        like.errors,
+        "backslashreplace",  # a terminal or locale that is not UTF-8 is no reason to say nothing
         line_buffering=like.line_buffering,
         write_through=like.write_through,
     )

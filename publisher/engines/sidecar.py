@@ -21,7 +21,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvevents.events import AllBlocksCleared, BlockStored, Event, KVEventBatch
+from kvevents.events import (
+    FULL_ATTENTION,
+    LOCAL,
+    AllBlocksCleared,
+    BlockStored,
+    Event,
+    KVEventBatch,
+)
 from publisher.config.endpoint import Endpoint
 from publisher.config.sidecar_config import WorkerInfo
 from publisher.engines.disk import MEETING, Holdings, Meeting
@@ -29,7 +36,6 @@ from publisher.engines.events import EventReader
 from publisher.engines.told import Told
 from publisher.link.messages import Bound
 from publisher.once import Once
-from publisher.stream.foreign import FULL_ATTENTION, LOCAL
 from publisher.worker.attendant import Respawn
 from publisher.worker.client import DEFAULT_RING_BYTES, ClientStats, LinkError, SidecarClient
 from publisher.worker.spawned import Sidecar, spawn
@@ -315,10 +321,14 @@ class EngineSidecar:
 
     def _hand_over_the_last(self, client: SidecarClient) -> None:
         deadline = time.monotonic() + _LAST_S
-        while time.monotonic() < deadline:
-            with self._turn:  # once at least: another thread may have a batch in its hands
-                if self._put_all(client):
-                    return
+        while (left_s := deadline - time.monotonic()) > 0:
+            # Another thread may have a batch in its hands; who had a turn as a signal ended it keeps it.
+            if self._turn.acquire(timeout=left_s):
+                try:
+                    if self._put_all(client):
+                        return
+                finally:
+                    self._turn.release()
             time.sleep(_FULL_PAUSE_S)
         _log.warning("%d batches are lost: the sidecar does not read", len(self._queue))
         self.dropped += len(self._queue)

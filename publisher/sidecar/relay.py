@@ -148,7 +148,10 @@ class RelaySource:
         be more. Bounded work.
         """
         self._watch_connection()
-        more = self._read_replay(most) if len(self._ready) < most else True
+        full = len(self._ready) >= most
+        if full:  # the answer is not looked at: whether it goes on is not known
+            self._replay_at = max(self._replay_at, self._clock() + self._stall_s)
+        more = full or self._read_replay(most)
         self._keep_time(self._clock())
         more |= self._read_live(most) if len(self._ready) < most else True
         inputs: list[Input] = []

@@ -29,6 +29,8 @@ from kvevents.behind import Behind
 from kvevents.block import Block
 from kvevents.columns import Columns
 from kvevents.events import (
+    FULL_ATTENTION,
+    LOCAL,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -45,10 +47,8 @@ from kvevents.pieces import piece_of, runs_of
 from kvevents.tokens import TOKEN_BYTES, pack_tokens
 from publisher.link.packed import MAX_GROUP
 
-__all__ = ["FULL_ATTENTION", "LOCAL", "ForeignCounts", "ForeignState"]
+__all__ = ["ForeignCounts", "ForeignState"]
 
-FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
-LOCAL = (None, "LOCAL")
 _BITS = {medium: 1 << position for position, medium in enumerate(StorageMedium)}
 
 

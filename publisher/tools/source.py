@@ -216,6 +216,8 @@ class Capture:
         """How many were read so far."""
         self.is_behind = False
         """As of the last step that was given: whether what is missing may be the recorder's own loss."""
+        self.ends_in_replay = False
+        """As of the last step: whether a replay was under way that might have brought what is missing."""
         self._size = 0
         self._reader = CaptureReader()
         self._follower: Follower | None = None
@@ -272,6 +274,7 @@ class Capture:
             if last is not None:
                 yield last
             last = Step(message, self.follower.take(message))
+        self.ends_in_replay = self.follower.recovering
         rest: list[Arrival] = self.follower.close()
         if last is not None:
             yield Step(last.message, last.arrivals + rest)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = ["json_text", "printable"]
 
-_ESCAPES = {
-    code: f"\\u{code:04x}"
-    for code in (
-        *(*range(0x7F, 0xA0), 0xAD, 0x61C, 0x180E, *range(0x200B, 0x2010), *range(0x2028, 0x202F)),
-        *(*range(0x2060, 0x2070), 0xFEFF),
-    )
-}
-"""Controls, line ends, and what turns or hides text, which JSON leaves as they are; outside its strings
-there are none.
-"""
+_NOT_ASCII = re.compile("[\x7f-\U0010ffff]+")
+"""Among them what turns or hides text; outside the strings of JSON there is none."""
 
 
 def printable(text: str) -> str:
@@ -24,5 +18,10 @@ def printable(text: str) -> str:
 
 
 def json_text(data: bytes) -> str:
-    """JSON as it may be written anywhere."""
-    return data.decode().translate(_ESCAPES)
+    """JSON as it may be written anywhere, whatever the encoding there: all of it is ASCII."""
+    return _NOT_ASCII.sub(_escape, data.decode())
+
+
+def _escape(found: re.Match[str]) -> str:
+    units = found[0].encode("utf-16-be").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))

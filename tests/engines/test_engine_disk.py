@@ -499,3 +499,31 @@ def test_what_was_kept_before_is_told_whoever_comes_first(tmp_path: Path) -> Non
                 meeting.join_publisher(rank)
             until(partial(has_on_disk, folder, set(event.block_hashes)))
             after.close()
+
+
+def test_what_is_gone_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No name of a page that made room, or was cleared; of a storage that was closed, nothing to tell."""
+    meeting = Meeting()
+    with closing(ToldPages(tmp_path / "pages", FORM, min_free_bytes=0, meeting=meeting)) as first:
+        assert first.write(keys_of(0, 4), [], page) == 4
+        size = sum(one.stat().st_size for one in (tmp_path / "pages").rglob("*.kv"))
+    assert meeting._storage is None
+    with closing(
+        ToldPages(tmp_path / "pages", FORM, max_bytes=size, min_free_bytes=0, meeting=meeting)
+    ) as pages:
+        for start in range(100, 800, 100):
+            assert pages.write(keys_of(start, 2), [], page) == 2
+        assert len(pages._by_hash) == 4
+        pages.clear()
+        assert pages._by_hash == {}
+    meeting.tell_all()
+
+
+def test_a_prompts_start_is_behind_nothing(meeting: Meeting, pages: ToldPages) -> None:
+    """D2: what the engine's events say of a page goes before the keys that it was given."""
+    meeting.known.note([stored(0, 2), stored(900)])
+    assert pages.write(keys_of(0, 2), [], page) == 2
+    assert pages.write(keys_of(900, 1), keys_of(0, 2), page) == 1
+    held = {one.key: one.parent for one in pages._store.held()}
+    first, second = keys_of(0, 2)
+    assert held == {first: None, second: first, keys_of(900, 1)[0]: None}

@@ -198,6 +198,22 @@ def test_a_sidecar_that_does_not_read_holds_up_nobody_at_the_end(
     assert f"{waiting} batches are lost" in caplog.text
 
 
+def test_an_engine_that_a_signal_ends_within_a_turn_ends(tmp_path: Path) -> None:
+    """A handler of its own has raised before the lock was let go of: nobody will."""
+    with rank_of(tmp_path) as rank:
+        rank._turn.acquire()
+        rank.publish(1.0, [stored(0)], None)
+        ending = threading.Thread(target=rank.close)
+        ending.start()
+        try:
+            ending.join(PATIENCE_S)
+            assert not ending.is_alive()
+        finally:
+            rank._turn.release()
+            ending.join(PATIENCE_S)
+    assert rank.dropped == 1
+
+
 def test_a_forked_process_publishes_nothing(tmp_path: Path) -> None:
     """Nor keeps anything, nor waits at its end for what a thread of its parent's was doing."""
     with rank_of(tmp_path) as rank, rank._starting, rank._turn:
@@ -232,7 +248,7 @@ def test_the_first_block_of_the_main_group_tells_the_block_size(
 ) -> None:
     """Whatever comes of other groups before, and of others' blocks, whose size may be another."""
     others, full = kinds
-    odd = {"block_size": 2 * SIZE}
+    odd = {"block_size": 2 * SIZE, "token_ids": [*range(4 * SIZE)]}
     with rank_of(tmp_path, block_size=None) as rank:
         rank.publish(1.0, [stored(0, 2, group_idx=1, kv_cache_spec_kind=others, **odd)], None)
         rank.publish(1.0, [stored(8, 2, locality="REMOTE", **odd)], None)

@@ -202,3 +202,11 @@ def test_ports_that_meet_are_refused_by_every_rank() -> None:
     for rank in (0, 1):
         with pytest.raises(ConfigError, match=r"--kv-events-config: sinks\[0\]"):
             told.worker_info(rank, block_size=4, dp_size=2)
+
+
+@pytest.mark.parametrize("size", [-1, "x", 2.5, True])
+def test_a_queue_is_looked_at_beside_the_sinks_of_a_file(tmp_path: Path, size: object) -> None:
+    """It is of no sink, so no sink's keys are where it would be."""
+    environ = file_of(tmp_path, sinks=[{"endpoint": "tcp://*:7000"}])
+    with pytest.raises(ConfigError, match=r"^--kv-events-config: max_queue_size: "):
+        read({"max_queue_size": size}, environ)

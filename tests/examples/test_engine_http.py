@@ -112,6 +112,7 @@ def test_many_at_once(engine: EngineProcess) -> None:
         ({"prompt": [1], "suffix": "x"}, 400, "suffix", "is not served"),
         ({"prompt": [1], "stop": ["x"]}, 400, "stop", "is not served"),
         ({"prompt": [1], "logprobs": 1}, 400, "logprobs", "is not served"),
+        ({"prompt": [1], "logprobs": 0}, 400, "logprobs", "is not served"),
         ({"prompt": [1], "echo": True}, 400, "echo", "is not served"),
         ({"prompt": [1], "model": "other"}, 404, "model", "'other' is not served, 'example' is"),
         ([1], 400, None, "Expected `object`, got `array`"),
@@ -154,6 +155,55 @@ def test_bad_http(engine: EngineProcess) -> None:
             response.read()
             assert connection.sock is None
     assert engine.get("/health").status == 200
+
+
+def test_a_client_of_http_1_0(engine: EngineProcess) -> None:
+    """Gets a stream without chunks, which it does not know; also one that would keep its connection."""
+    for more in (b"", b"Connection: keep-alive\r\n"):
+        head, body = exchange(
+            engine, b"POST /v1/completions HTTP/1.0\r\nContent-Length: 47\r\n" + more, _STREAM
+        )
+        assert b"transfer-encoding" not in head.lower()
+        first, *_, end, nothing = body.split(b"\n\n")
+        assert len(tokens_of(json.loads(first.removeprefix(b"data: ")))) == 1
+        assert (end, nothing) == (b"data: [DONE]", b"")
+
+
+_STREAM = b'{"prompt": [1], "max_tokens": 2, "stream":true}'
+_NEXT = b"GET /health HTTP/1.1\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 0\r\nContent-Length: 24\r\n", b"411"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 0\r\n",
+            b"411",
+        ),
+        (b"GET /health HTTP/1.1\r\nContent-Length: 24\r\n", b"200"),
+        (b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n", b"200"),
+    ],
+)
+def test_a_body_is_never_taken_for_a_request(
+    head: bytes, status: bytes, engine: EngineProcess
+) -> None:
+    """Where it is not known how long one is, or nobody reads it, there is one answer and no more."""
+    head, body = exchange(engine, head, _NEXT)
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert b"HTTP/1.1" not in body
+
+
+def exchange(engine: EngineProcess, head: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """All that is answered until the connection is closed: the head of it, and the rest."""
+    with contextlib.closing(engine.connect()) as connection:
+        connection.connect()
+        connection.sock.sendall(head + b"\r\n" + body)
+        found = b""
+        while data := connection.sock.recv(1 << 16):
+            found += data
+    head, _, rest = found.partition(b"\r\n\r\n")
+    return head, rest
 
 
 def test_a_prompt_that_leaves_less_than_the_default(engine: EngineProcess) -> None:
@@ -330,8 +380,29 @@ class Failing:
     def metrics(self) -> dict[str, dict[str, float]]:
         return {}
 
+    sidecar = ""
+
     def sidecar_http(self) -> str | None:
-        return None
+        return self.sidecar or None
+
+
+def test_a_sidecar_that_ends_as_it_answers() -> None:
+    """Is one that does not answer."""
+    failing = Failing()
+    with (
+        contextlib.closing(Front(failing, "127.0.0.1", 0)) as front,
+        socket.create_server(("127.0.0.1", 0)) as sidecar,
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", front.port)) as connection,
+    ):
+        failing.sidecar = f"http://127.0.0.1:{sidecar.getsockname()[1]}"
+        connection.request("GET", "/server_info")
+        asked, _ = sidecar.accept()
+        with asked:
+            asked.recv(1 << 16)
+            asked.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
+        response = connection.getresponse()
+        assert response.status == 503
+        assert "the sidecar does not answer" in response.read().decode()
 
 
 def test_a_stream_that_fails() -> None:

@@ -102,7 +102,7 @@ import os, sys
 sys.path[:0] = [{str(ROOT)!r}]
 import torch
 from hicache import HiRadixCache, HostPool, KVShape, PagePool
-for _ in range(8):
+for _ in range(4):
     if child := os.fork():
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status))
@@ -119,10 +119,10 @@ for _ in range(8):
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["0"] * 8
+    assert done.stdout.split() == ["0"] * 4
 
 
 def test_closing_a_thread_never_hangs() -> None:

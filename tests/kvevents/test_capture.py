@@ -386,3 +386,12 @@ def test_the_reader_of_the_documentation_reads_it(tmp_path: Path) -> None:
     told = [[one.at_ns, int(one.channel), one.frames] for one in MESSAGES]
     assert list(read(plain)) == list(read(members)) == told
     assert [one[2] for one in read(packed)] == [one.frames for one in messages]
+
+
+def test_a_record_that_is_not_understood_counts_as_torn() -> None:
+    """Whole as it may be: a file that is cut off there is one that can be read to its end."""
+    whole, odd = captured(*MESSAGES[:2]), record(msgspec.msgpack.encode("x"))
+    reader = CaptureReader()
+    assert reader.feed(whole + odd) == MESSAGES[:2]
+    assert reader.damaged == "a record that is not understood"
+    assert reader.torn == len(odd)

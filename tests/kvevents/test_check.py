@@ -412,6 +412,16 @@ def test_a_heartbeat_that_stops() -> None:
     assert checked([*stream(START, [AB]), live(2, payload(), 99.0)]) == []
 
 
+def test_a_silence_of_our_own() -> None:
+    """What came while nobody read has the time at which it was read; what comes later has its own."""
+    beats = [*stream(START, [AB]), live(2, payload(), 10.0)]
+    behind, abreast = (Message(0, one, []) for one in (Channel.BEHIND, Channel.ABREAST))
+    late = [*beats, behind, live(3, payload(), 99.0), behind, live(4, payload(), 199.0), abreast]
+    assert checked(late) == []
+    found = checked([*late, live(5, payload(), 250.0)])
+    assert [(one.rule, one.place) for one in found] == [("silence", Place(5))]
+
+
 def test_time_that_goes_back() -> None:
     """Of changes; a snapshot has a time of its own."""
     late = live(2, payload(stored([C], B), ts=500.0))
@@ -420,6 +430,20 @@ def test_time_that_goes_back() -> None:
     assert [(one.rule, one.earlier) for one in found] == [("ts-back", Place(2))]
     anew = live(2, payload(CLEARED, AB, ts=500.0))
     assert checked([*stream(START, [AB]), anew, live(3, payload(removed([B]), ts=2.0))]) == []
+
+
+def test_another_run_behind_the_same_connection() -> None:
+    """A proxy keeps its own: what the new run replays is not held against the old one's batches."""
+    old = stream(START, [AB], [stored([C], B)], [removed([C])])
+    told: list[list[Event]] = [START, [AB], []]
+    new = {seq: payload(*events, ts=50.0 + seq) for seq, events in enumerate(told)}
+    replay = [asked(0), *(answer(seq, data) for seq, data in new.items()), end()]
+    found = checked([*old, live(2, new[2], 50.0), asked(JOIN), end(), *replay], replay=True)
+    assert [one.rule for one in found] == ["restart"]
+    replay[1:3] = answer(0, payload()), answer(1, payload(AB))
+    told_twice = [*old, live(1, new[1], 50.0), live(2, new[2], 51.0), *replay]
+    found = checked(told_twice, replay=True)
+    assert [one.place for one in found if one.rule == "replay-bytes"] == [Place(1)]
 
 
 def test_ranks_in_one_stream() -> None:

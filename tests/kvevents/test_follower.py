@@ -367,3 +367,17 @@ def test_a_forged_request_of_a_capture(frames: list[bytes]) -> None:
         told(0, replayed=True),
         told(1),
     ]
+
+
+def test_half_a_state_is_asked_for_as_a_whole() -> None:
+    """An answer to a hole may tell the state anew: the seqs in it mean nothing in another answer."""
+    follower = Follower(can_replay=True, start=None)
+    of([CONNECTED, live(0), live(5), asked(1), answer(3, b"AllBlocksCleared"), OVER], follower)
+    assert follower.asking == JOIN
+
+
+def test_topics_count_as_what_is_held() -> None:
+    """A publisher chooses them, and they may be as long as it likes."""
+    follower = Follower(can_replay=True, max_held_bytes=3000)
+    of([asked(JOIN), *(live(seq, b"", bytes(1000)) for seq in range(5))], follower)
+    assert follower.held == 2

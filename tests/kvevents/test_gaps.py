@@ -1117,3 +1117,31 @@ def test_whichever_run_is_behind_a_connection_the_view_is_its(
     traveller.settle()
     assert traveller.blocks == publisher.truth
     event(f"cleared: {bool(traveller.clears)}")
+
+
+def test_a_new_connection_before_the_state_came() -> None:
+    """G3: what was told before the state was asked for anew is of the run of then, too: an engine that
+    knows no JOIN is to be told of from 0, and what it held before is forgotten.
+    """
+    tracker = following(8)
+    tracker.rejoin()
+    assert tracker.reconnected() == [Ask(JOIN)]
+    assert tracker.end() == [Restarted(0), Ask(0)]
+
+
+def test_a_hole_is_asked_for_though_the_mark_was_all_there_was() -> None:
+    """G2: the question of a new connection was for no hole, so nothing of one that came after is lost."""
+    tracker = following(4)
+    assert tracker.reconnected() == [Ask(3)]
+    assert live(tracker, 6) == []
+    answers(tracker, 3)
+    assert tracker.end() == [Gap(4, 2), Ask(4)]
+
+
+def test_a_new_run_has_all_the_attempts() -> None:
+    """What the old one did not answer is not held against the new one."""
+    tracker = GapTracker[bytes](can_replay=True, attempts=2)
+    live(tracker, 0, 1, 4)
+    assert tracker.failed() == [Ask(2)]
+    assert live(tracker, 0) == [Restarted(0), Ask(JOIN)]
+    assert tracker.failed() == [Ask(JOIN)]

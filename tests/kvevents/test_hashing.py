@@ -17,7 +17,7 @@ from kvevents_reference import reference_hashes, to_bytes, to_u64, trials
 
 from kvevents import BASE, HashFormat, Materializer, Namespace, StorageMedium, block_hashes
 from kvevents.events import BlockRemoved, BlockStored
-from kvevents.hashing import block_digests, canonical_hash, chain_seed
+from kvevents.hashing import are_canonical, block_digests, canonical_hash, chain_seed
 from kvevents.records import BlockId, Remove, StoreNew
 from kvevents.tokens import pack_tokens
 
@@ -218,3 +218,13 @@ def test_top_bit_survives_signed_and_unsigned_readers() -> None:
     read = [decode(encode(form), type=int) for form in (value, to_u64(value))]
     assert read[0] < 0 < read[1]
     assert canonical_hash(read[0]) == canonical_hash(read[1]) == value
+
+
+@pytest.mark.parametrize("odd", [2**63, -(2**63) - 1, b"\x00" * 8, True, None])
+@pytest.mark.parametrize("others", [[], [0], [0, -1]])
+def test_what_is_no_signed_hash_is_not_taken_for_one(others: list[int], odd: object) -> None:
+    """Neither alone nor among others; the bounds themselves are."""
+    bounds = [-(2**63), 2**63 - 1]
+    assert are_canonical([*others, *bounds]) and are_canonical(bounds[:1])
+    assert not are_canonical([*others, odd])
+    assert not are_canonical([odd, *others])

@@ -704,3 +704,41 @@ def test_ranks_are_apart() -> None:
     fleet.forget("w1")
     assert fleet.overlap(A.tokens).keys() == {("w0", 0), ("w0", 1)}
     assert len(fleet.rank("w1", 0)) == 0
+
+
+def test_what_came_before_its_parent_is_found_behind_it() -> None:
+    """Also where its parent comes in the middle of a chain that goes on elsewhere."""
+    early, chain = Prefix(BASE, (1, 2, 3)), Prefix(BASE, (1, 2, 4, 5))
+    index = indexed([store(early, 2)])
+    assert index.overlap(early.tokens).any_medium == 0
+    index.apply([store(chain)])
+    assert index.overlap(early.tokens).any_medium == 3
+    assert index.overlap(chain.tokens).any_medium == 4
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_block_that_came_back_with_other_tokens_ends_the_prefix(at: int) -> None:
+    """It is in the place that it had in its chain, and what the chain says is no more what it is."""
+    whole = Prefix(BASE, (0, 1, 0, 1, 0, 1, 0, 1))
+    index = indexed([store(whole)])
+    assert index.overlap(whole.tokens).any_medium == 8
+    index.apply([BlockRemoved([whole.hashes[at]], GPU)])
+    assert index.overlap(whole.tokens).any_medium == at
+    before, name = whole.hashes[at - 1 : at + 1]
+    index.apply([BlockStored([name], before, [5, 5], SIZE, medium=GPU)])
+    assert index.overlap(whole.tokens).any_medium == at
+    assert index.overlap([*whole.tokens[: at * SIZE], 5, 5]).any_medium == at + 1
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2, 3])
+def test_a_block_that_goes_leaves_those_beside_it(gone: int) -> None:
+    """Behind one parent: the first of them, the others, and one with the tokens of another."""
+    children = [(101, [1, 1]), (102, [2, 2]), (103, [3, 3]), (104, [3, 3])]
+    index = indexed([BlockStored([100], None, [0, 0], SIZE, medium=GPU)])
+    assert index.overlap([0, 0]).any_medium == 1
+    for name, tokens in children:
+        index.apply([BlockStored([name], 100, tokens, SIZE, medium=GPU)])
+    index.apply([BlockRemoved([children[gone][0]], GPU)])
+    for at, (_, tokens) in enumerate(children):
+        if at != gone and (gone, at) != (3, 2):  # of two alike the one that came last is found
+            assert index.overlap([0, 0, *tokens]).any_medium == 2

@@ -21,8 +21,9 @@ from kvevents import (
     decode_batch,
     encode_batch,
 )
+from kvevents.columns import Columns
 from kvevents.dialect import PRESETS, Dialect
-from kvevents.hashing import canonical_hash
+from kvevents.hashing import BlockHash, canonical_hash
 from kvevents.speller import Speller
 from kvevents.tokens import TokenIds, pack_tokens
 
@@ -294,3 +295,38 @@ def test_what_was_spelled_before_makes_no_difference(asked: list[tuple[int, int]
     for ts, which in asked:
         fresh = Speller(Dialect(), 0).spell(float(ts), batches[which])
         assert speller.spell(float(ts), batches[which]) == fresh
+
+
+@pytest.mark.parametrize(
+    ("cut", "tokens"),
+    [(Dialect(token_ids=False), 0), (Dialect(blocks_per_event=1), 6)],
+    ids=["no tokens", "one block"],
+)
+def test_what_is_left_out_is_left_out_of_columns(cut: Dialect, tokens: int) -> None:
+    """They are spelled as their events are, and a payload that says more is never taken for theirs."""
+    names = [BlockHash(name) for name in (1, 2, 3, 1, 2)]
+    packed = pack_tokens([SECRET] * 6)
+    columns = Columns(names, [None, None], [3, -2], packed, 2, GPU)
+    payload = Speller(cut, 0).spell(1.0, columns)
+    assert payload == Speller(cut, 0).spell(1.0, list(columns.events))
+    assert payload.count(msgspec.msgpack.encode(SECRET)) == tokens
+    assert not (tokens == 0 and Speller(cut, 0).verbatim)
+
+
+_FORMS = {name: preset.dialect for name, preset in PRESETS.items()}
+_RENAMED = Dialect(media=((GPU, "cuda"), (CPU, "host")))
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [one for one in _FORMS.values() if one.event_form != "mooncake"] + [_RENAMED],
+    ids=[name for name, one in _FORMS.items() if one.event_form != "mooncake"] + ["renamed"],
+)
+def test_columns_are_spelled_as_their_events_are(dialect: Dialect) -> None:
+    """In every form: hashes and parents of either sign, and what comes behind a removal."""
+    names = [BlockHash(name) for name in (-1, 2, -3, 2, -1, 5, 6)]
+    parents = [BlockHash(-9), None, BlockHash(-3), None]
+    columns = Columns(names, parents, [3, -2, 1, -1], pack_tokens([1, 2, 3, 5]), 1, GPU)
+    payload = Speller(dialect, 0).spell(1.0, columns)
+    assert payload == Speller(dialect, 0).spell(1.0, [*columns.events])
+    assert msgspec.msgpack.encode(dict(dialect.media)[GPU]) in payload

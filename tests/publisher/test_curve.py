@@ -28,6 +28,7 @@ from kvevents.frames import (
 from publisher import Batch, ConfigError, Subscriber
 from publisher.config.keys import is_key, read_public_key, read_secret_key, write_keys
 from publisher.sidecar.curve import Guard, exposure_warning
+from publisher.subscriber.dial import check_client_keys
 
 pytestmark = pytest.mark.integration
 
@@ -500,3 +501,22 @@ def test_redacted_prompts_are_not_said_to_be_exposed() -> None:
     said = exposure_warning(["tcp://0.0.0.0:5557"], curve=False, token_ids=False)
     assert said is not None
     assert "token ids" not in said
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_each_of_a_clients_keys_is_looked_at(place: int) -> None:
+    """A secret key that is none is an error that names the setting, and does not show it."""
+    keys = [key.decode() for key in zmq.curve_keypair()]
+    keys[place] = keys[place][1:]
+    server, _ = (key.decode() for key in zmq.curve_keypair())
+    with pytest.raises(ConfigError, match=r"^client_keys: ") as error:
+        check_client_keys(server, (keys[0], keys[1]))
+    assert keys[place] not in str(error.value)
+
+
+def test_who_does_not_say_hello_is_not_waited_for_long(folder: Path) -> None:
+    """On each protected socket: five seconds, not the half minute that ZeroMQ would give."""
+    with Publisher(folder) as publisher:
+        for socket in (publisher.pub, publisher.router):
+            assert socket.getsockopt(zmq.HANDSHAKE_IVL) == 5000
+            assert socket.getsockopt(zmq.MECHANISM) == zmq.CURVE

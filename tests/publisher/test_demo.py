@@ -181,7 +181,9 @@ def test_ctrl_c_lasts_until_the_sidecar_has_ended(tag: str) -> None:
         _, err = process.communicate(timeout=60.0)
         assert process.returncode == 130
         first_line, *rest = err.splitlines()
-        assert re.fullmatch(r"the sidecar of pid \d+ ended with -9; the next starts in .*", first_line)
+        assert re.fullmatch(
+            r"the sidecar of pid \d+ ended with -9; the next starts in .*", first_line
+        )
         assert all("tell its state anew" in line for line in rest)
 
 

@@ -450,3 +450,92 @@ def test_at_least_one_attempt() -> None:
     """Anything below 1 is refused."""
     with pytest.raises(ValueError, match="attempts: 0 is below 1"):
         EngineStream(can_replay=True, attempts=0)
+
+
+def test_who_was_never_there_has_not_gone() -> None:
+    """Nothing was told of it, so nothing is cleared, and it counts as no departure."""
+    stream = EngineStream(can_replay=True, clock=lambda: 1.0)
+    assert stream.gone() == []
+    assert stream.stats == RelayStats()
+    stream = joined(1)
+    stream.disconnected()
+    assert fresh(stream, stream.gone()) == [] == stream.gone()
+    assert stream.stats == RelayStats(received=1, departures=1)
+
+
+def test_a_new_connection_has_all_the_attempts() -> None:
+    """What was not answered on the old one is not held against it."""
+    stream = joined(1, attempts=2)
+    stream.live(3, body_of(0, 3))
+    assert stream.failed() == [Ask(0)]
+    stream.disconnected()
+    assert stream.connected() == [Ask(0)]
+    assert stream.failed() == [Ask(0)]
+    assert stream.stats.given_up == 0
+
+
+def test_what_is_given_up_is_not_asked_for_again_at_once() -> None:
+    """Though the engine answered with the last batch, and then no more; it is counted."""
+    stream = joined(1, attempts=1)
+    stream.live(3, body_of(0, 3))
+    assert stream.answered(0, body_of(0, 0)) == []
+    assert stream.failed() == passed(3)
+    assert stream.stats == RelayStats(received=2, gaps=1, lost=2, given_up=1)
+
+
+def test_a_new_run_may_have_a_hole_where_the_old_one_had() -> None:
+    """E3: that it was asked for once more in the old one is no reason not to in the new one."""
+    stream = joined(1)
+    stream.live(9, body_of(0, 9))
+    stream.answered(0, body_of(0, 0))
+    assert stream.answered(8, body_of(0, 8)) == [Ask(0)]
+    assert stream.answered(0, body_of(0, 0)) == []
+    assert stream.answered(8, body_of(0, 8)) == passed(8)
+    assert stream.ended() == passed(9)
+    assert fresh(stream, stream.live(0, body_of(1, 0))) == [Ask(0)]
+    assert stream.answered(0, body_of(1, 0)) == passed(0, run=1)
+    assert stream.answered(2, body_of(1, 2)) == [Ask(0)]
+
+
+def test_what_waits_on_a_connection_that_is_cut_is_dropped() -> None:
+    """E2: the run behind the next one may be another, and what waited is of the old one."""
+    stream = joined(3)
+    assert stream.live(5, body_of(0, 5)) == [Ask(2)]
+    stream.disconnected()
+    assert stream.connected() == [Ask(2)]
+    assert fresh(stream, stream.answered(2, body_of(1, 2))) == [Ask(0)]
+    for number in range(3):
+        assert stream.answered(number, body_of(1, number)) == passed(number, run=1)
+    assert stream.ended() == []
+    assert stream.live(3, body_of(1, 3)) == passed(3, run=1)
+
+
+def test_the_same_number_again_is_another_run() -> None:
+    """Of an engine that ended after its first batch, as the next one does, unnoticed in between."""
+    stream = joined(1)
+    assert fresh(stream, stream.live(0, body_of(1, 0))) == [Ask(0)]
+    assert stream.answered(0, body_of(1, 0)) == passed(0, run=1)
+    assert stream.ended() == []
+
+
+def test_an_answer_that_goes_beyond_what_waits_brings_it_once() -> None:
+    """E1: the engine published more while it answered."""
+    stream = joined(3)
+    stream.live(5, body_of(0, 5))
+    assert stream.answered(2, body_of(0, 2)) == []
+    for number in range(3, 8):
+        assert stream.answered(number, body_of(0, number)) == passed(number)
+    assert stream.ended() == []
+    assert stream.expected == 8
+    assert stream.stats == RelayStats(received=4, gaps=1, replayed=5)
+
+
+def test_an_engine_that_keeps_nothing_any_more_is_asked_no_more_for_all() -> None:
+    """What was given up is not there: a later probe is for what follows."""
+    stream = joined(1, attempts=1)
+    stream.live(3, body_of(0, 3))
+    stream.failed()
+    assert stream.probe() == [Ask(0)]
+    assert stream.ended() == []
+    assert "diverged" not in flags_of(stream)
+    assert stream.probe() == [Ask(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -206,4 +207,66 @@ def test_a_replay_that_is_not_answered(
     for now in range(3, 9):
         relay.stats.unanswered += 1
         watch.check(float(now))
+    assert said(caplog) == []
+
+
+def test_who_is_there_in_time_is_waited_for_no_more(
+    relay: RelaySource, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or the loop would turn without end once the time is up."""
+    watch = EngineWatch(relay, Replica(WORKER), 0.0)
+    relay.connected = True
+    watch.check(1.0)
+    assert watch.wake_at == math.inf
+    watch.check(6.0)
+    assert said(caplog) == ["the engine is connected"]
+
+
+def test_numbers_are_of_what_came_since(
+    relay: RelaySource, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches that cannot be had, and runs that began: each once, and two runs are no doubt yet."""
+    told = Told()
+    watch = EngineWatch(relay, told.replica, 0.0)
+    seen = []
+    for missed, restarts in ((3, 0), (0, 0), (2, 2), (0, 0), (4, 3)):
+        told.replica.counts.missed += missed
+        relay.stats.restarts += restarts
+        watch.check(1.0)
+        lines = said(caplog)
+        seen.append((len(lines), [line.split()[0] for line in lines if "cannot be had" in line]))
+        assert any("3 times: are two behind" in line for line in lines) == (restarts == 3)
+    assert seen == [(1, ["3"]), (0, []), (2, ["2"]), (0, []), (2, ["4"])]
+
+
+def test_what_was_given_up_is_not_waited_for(
+    relay: RelaySource, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The replay that was not answered at last is no other one than that which was given up."""
+    watch = EngineWatch(relay, Replica(WORKER), 0.0)
+    relay._stream.connected()
+    relay.stats.unanswered += 1
+    relay.stats.given_up += 1
+    for _ in range(2):
+        watch.check(1.0)
+    (line,) = said(caplog)
+    assert "given up" in line
+
+
+def test_a_plugins_batches_are_no_engines_to_be_had(caplog: pytest.LogCaptureFixture) -> None:
+    """What the link has lost leads to a resync, and is said there."""
+    told = Told()
+    told.replica.counts.missed = 3
+    EngineWatch(None, told.replica, 0.0).check(1.0)
+    assert said(caplog) == []
+
+
+def test_without_a_topic_none_can_be_another(caplog: pytest.LogCaptureFixture) -> None:
+    """All that comes begins with it."""
+    config = RelayConfig(endpoint="tcp://127.0.0.1:1", worker=WORKER)
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        source = RelaySource(config, context=context)
+        source.stats.gaps = 2
+        EngineWatch(source, Replica(WORKER), 0.0).check(1.0)
+        source.close()
     assert said(caplog) == []

@@ -21,8 +21,11 @@ from kvevents import (
     StorageMedium,
     encode_batch,
 )
+from kvevents.columns import Columns
+from kvevents.hashing import BlockHash
 from kvevents.index import Oddities
 from kvevents.pieces import piece_of
+from kvevents.tokens import pack_tokens
 from publisher.stream.foreign import ForeignCounts, ForeignState, Groups, _Index
 
 SIZE = 2
@@ -648,3 +651,23 @@ def test_what_is_local_is_ours() -> None:
     assert told == store([1, 2])
     assert state.apply([BlockRemoved([2, 1], GPU, locality="REMOTE")]) == []
     assert state.apply([BlockRemoved([2, 1], GPU, locality="LOCAL")]) == [BlockRemoved([2, 1], GPU)]
+
+
+def test_a_block_that_stays_elsewhere_goes_with_its_parent() -> None:
+    """F2: both leave the device, and only the parent is on nothing else: it takes the other along."""
+    state = after(store([1, 2]), store([2], parent=1, medium=CPU))
+    told = state.apply([remove([2, 1])])
+    left = Strict()
+    for event in [store([1, 2]), store([2], parent=1, medium=CPU), *told]:
+        left.check(event)
+    assert left.on == set()
+    assert state.index.resident == {medium: set() for medium in StorageMedium}
+
+
+def test_columns_of_another_block_size_are_left_out() -> None:
+    """As their events would be, and the size is there to be said."""
+    state = ForeignState(SIZE)
+    columns = Columns([BlockHash(1)], [None], [1], pack_tokens([1, 2, 3, 4]), 4, GPU)
+    assert list(state.apply(columns)) == []
+    assert state.counts == ForeignCounts(wrong_block_size=1)
+    assert state.other_block_size == 4

@@ -473,3 +473,26 @@ def test_a_kill_leaves_a_beginning(tmp_path: Path) -> None:
         assert found[1] in (last_told + 1, last_told + 2)
         assert len(files(tmp_path)) <= 6
         stop = found[1]
+
+
+def test_a_generation_is_measured_by_its_own_checkpoint(tmp_path: Path) -> None:
+    """Not by those before it too, or files would grow with each; and by it still after a restart."""
+    journal = Journal(tmp_path, limit_bytes=100)
+    for _ in range(3):
+        journal.begin(HEAD, iter([bytes(2000)]))
+        journal.advance(1 << 20)
+        size = (tmp_path / f"checkpoint-{journal._generation:08d}").stat().st_size
+        journal.append(Entry(Kind.INPUT, bytes(size)))
+        assert not due(journal)
+        journal.append(Entry(Kind.INPUT, bytes(size)))
+        assert due(journal)
+    journal.begin(HEAD, iter([bytes(2000)]))
+    journal.advance(1 << 20)
+    journal.append(Entry(Kind.INPUT, bytes(size)))
+    journal.close()
+    journal = Journal(tmp_path, limit_bytes=100)
+    journal.resume()
+    assert not due(journal), "after a restart"
+    journal.append(Entry(Kind.INPUT, bytes(size)))
+    assert due(journal)
+    journal.close()

@@ -781,3 +781,31 @@ def test_a_child_that_floods_its_log_waits_for_nobody() -> None:
     read = sum(len(child.read_log()) for _ in range(3))
     assert 0 < read <= 70
     child.close_copies()
+
+
+def test_a_crowd_at_the_door_is_not_in_the_way_of_who_was_welcomed(folder: Path) -> None:
+    """D2: whoever has said nothing makes room first, however long the sidecar takes to get ready."""
+    with Visit(folder) as visit:
+        first = visit.come(HELLO)
+        assert visit.attend() == []
+        assert isinstance(visit.hear(first), Welcome)
+        for _ in range(40):
+            visit.come()
+        outcomes = [outcome for _ in range(3) for outcome in visit.attend()]
+        assert outcomes == [TurnedAway(os.getpid(), "too many at the door")] * 25
+        send(first, Ready(()))
+        (outcome,) = visit.attend()
+        assert isinstance(outcome, Admitted)
+        visit.guests.append(outcome.connection)
+
+
+def test_a_child_that_has_lived_long_begins_anew(folder: Path) -> None:
+    """A2: those that ended before it are no more in a row with it, so it is never given up."""
+    respawn = Respawn(first_s=0.001, attempts=1, steady_s=0.0)
+    with attended(folder, "stay", respawn=respawn) as (sidecar, attendant, _):
+        assert attendant.settled.wait(PATIENCE_S)
+        for restarts in (1, 2):
+            kill(sidecar.pid)
+            until(lambda: sidecar.restarts >= restarts or sidecar.state == SidecarState.GIVEN_UP)  # noqa: B023
+            until(lambda: sidecar.state != SidecarState.AWAITED)
+            assert sidecar.state == SidecarState.READY

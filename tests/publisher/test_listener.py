@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from ports_rig import free_ports
 from publisher_rig import LOOPBACK, PATIENCE_S, RawPublisher
 
 from kvevents.follower import Malformed, Step, Told
@@ -381,3 +382,14 @@ def test_where_to_start(start: int | None) -> None:
         else:
             listen_until(listener, lambda steps: Channel.ASKED in channels(steps))
             assert publisher.request()[1] == 3
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_an_address_says_which_ip_is_spoken(host: str) -> None:
+    """To a host that has both, IPv6 is not spoken where it was not asked for."""
+    endpoint, replay_endpoint = (f"tcp://{host}:{port}" for port in free_ports(2))
+    with Listener(endpoint, replay_endpoint) as listener:
+        listener._ask(0)
+        for socket in (listener._sub, listener._dealer):
+            assert socket is not None
+            assert socket.getsockopt(zmq.IPV6) == int("[" in host)

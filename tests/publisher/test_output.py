@@ -19,6 +19,7 @@ from kvevents import (
     BlockRemoved,
     BlockStored,
     Event,
+    KVEventBatch,
     KVEventsError,
     StorageMedium,
 )
@@ -31,6 +32,7 @@ from kvevents.store_form import StoreSpeller
 from kvevents.tokens import pack_tokens
 from kvevents.view import View
 from publisher.config.sidecar_config import WorkerInfo
+from publisher.link.packed import pack_plain
 from publisher.stream.input import Input
 from publisher.stream.journal import Entry, Kind
 from publisher.stream.output import SNAPSHOT_BLOCKS, Frame, Output
@@ -465,3 +467,19 @@ def test_a_seq_is_missing_before_a_clear_for_those_who_forget_by_it() -> None:
     kept = retained(bench.output)
     assert [seq for seq, _ in kept] == [0, 1, 2, 3]
     assert [msgspec.msgpack.decode(payload)[1] for _, payload in kept][::2] == [[], []]
+
+
+def test_what_an_engine_packed_is_cut_as_all_else_is() -> None:
+    """A batch that could go on as it came has too many blocks in an event for this sink's consumer."""
+    bench = Bench(dialect=Dialect(blocks_per_event=2))
+    store = BlockStored([10, 11, 12], None, [7] * (3 * BLOCK_SIZE), BLOCK_SIZE, medium=GPU)
+    body = bytearray()
+    flags = pack_plain(KVEventBatch(1.0, [store], 0), body)
+    bench.tell(Input(0, flags, bytes(body)))
+    ((_, replayed),) = bench.output.replay(0)
+    for payload in (bench.sent[0].payload, replayed):
+        told = decode_batch(payload).batch.events
+        assert [one.block_hashes for one in told if isinstance(one, BlockStored)] == [
+            [10, 11],
+            [12],
+        ]

@@ -22,8 +22,8 @@ from publisher_rig import (
 
 from kvevents import AllBlocksCleared, BlockStored, StorageMedium
 from kvevents.codec import decode_batch
-from kvevents.frames import replay_answer
-from publisher.config.sidecar_config import RelayConfig, WorkerInfo
+from kvevents.frames import Frame, replay_answer
+from publisher.config.sidecar_config import ConfigError, RelayConfig, WorkerInfo
 from publisher.link.messages import BATCH, FRESH
 from publisher.sidecar.engine_stream import RelayStats
 from publisher.sidecar.relay import RelaySource
@@ -211,6 +211,27 @@ def test_an_answer_that_stalls_is_continued() -> None:
         publisher.end(client)
         relay.until(lambda: relay.source._dealer is None)
         assert relay.brief == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_what_is_not_taken_yet_is_no_stall() -> None:
+    """However long the work takes that an answer has brought, it is not asked for once more."""
+    now = 0.0
+    with RawPublisher() as publisher, relaying(publisher, clock=lambda: now) as relay:
+        source = relay.source
+        source.start(0)
+        client = asked(publisher, relay, 0)
+        for seq in range(8):
+            publisher.answer(client, seq)
+        deadline = time.monotonic() + PATIENCE_S
+        while len(source._ready) < 8 and time.monotonic() < deadline:
+            source._read_replay(8)
+        while len(source._ready) >= 2:
+            now += 10.0
+            relay.inputs += source.read(2)[0]
+        assert relay.brief == [*range(8)]
+        publisher.end(client)
+        relay.until(lambda: source._dealer is None)
+        assert source.stats == RelayStats(replayed=8)
 
 
 def test_a_nonsense_answer_is_asked_for_again() -> None:
@@ -518,3 +539,59 @@ def test_a_replay_endpoint_where_nobody_answers_is_named() -> None:
                 lines.append(process.stderr.readline())
                 assert lines[-1], "it ended"
         assert engine.replay_endpoint in lines[-1]
+
+
+def alone(endpoint: str, replay_endpoint: str) -> RelaySource:
+    """A relay of nobody, for whoever looks at its sockets."""
+    return Relay(endpoint, replay_endpoint, "", hwm=77).source
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_what_an_engine_can_send_is_bounded(host: str) -> None:
+    """On either socket: how many messages wait, and of how many bytes one is. A host that is gone is
+    noticed, and closing waits for nothing.
+    """
+    ports = free_ports(2)
+    source = alone(*(f"tcp://{host}:{port}" for port in ports))
+    source.start(0)
+    source._ask(0)
+    for socket in (source._sub, source._dealer):
+        assert socket is not None
+        options = (zmq.RCVHWM, zmq.MAXMSGSIZE, zmq.TCP_KEEPALIVE, zmq.LINGER, zmq.IPV6)
+        found = [socket.getsockopt(option) for option in options]
+        assert found == [77, 256 << 20, 1, 0, int("[" in host)]
+    source.close()
+    source._context.term()
+
+
+def test_an_address_that_cannot_be_is_named() -> None:
+    """By its key, and it is no lack of descriptors, after which one tries again."""
+    odd = "tcp://-:5557"
+    (port,) = free_ports(1)
+    source = alone(odd, f"tcp://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=f"^relay.endpoint: {odd}: Invalid argument"):
+        source.start(0)
+    source.close()
+    source._context.term()
+    source = alone(f"tcp://127.0.0.1:{port}", odd)
+    source.start(0)
+    with pytest.raises(ConfigError, match=f"^relay.replay_endpoint: {odd}: Invalid argument"):
+        source._ask(0)
+    source.close()
+    source._context.term()
+
+
+def test_of_a_connection_that_is_lost_nothing_is_left() -> None:
+    """What it brought and asked for may be of a run that has ended: none of it meets what comes next."""
+    ports = free_ports(2)
+    source = alone(*(f"tcp://127.0.0.1:{port}" for port in ports))
+    source.start(0)
+    source.connected = True
+    source._act(source._stream.connected())
+    source._frames.append(Frame(b"", 5, payload_of()))
+    kept = [source.connected, source.batches_wait, len(source.pollables()), len(source._frames)]
+    source._lose_connection()
+    left = [source.connected, source.batches_wait, len(source.pollables()), len(source._frames)]
+    assert (kept, left) == ([True, True, 2, 1], [False, False, 0, 0])
+    source.close()
+    source._context.term()

@@ -368,3 +368,35 @@ def test_clients_that_do_not_read_are_bounded() -> None:
         client.send_multipart(replay_request(0))
         assert seqs_of(rig.answers(client)) == list(range(400))
         rig.drive(lambda: rig.server.stats.dropped >= 60)
+
+
+def take(rig: Rig, requests: int) -> None:
+    """Until so many have come."""
+    deadline = time.monotonic() + PATIENCE_S
+    while rig.server.stats.requests < requests:
+        assert time.monotonic() < deadline
+        rig.router.poll(10)
+        rig.server.take_requests()
+
+
+def test_a_few_replays_run_and_the_others_wait() -> None:
+    """Each that runs holds what it tells from; one that waits is a request and no more."""
+    with Rig(batches(100_000)) as rig:
+        rig.server._clock = lambda: 0.0  # a turn that ends by its bytes alone
+        for _ in range(12):
+            rig.client().send_multipart(replay_request(0))
+        take(rig, 12)
+        rig.server.serve(0.0)
+        assert (len(rig.server._cursors), len(rig.server._waiting)) == (4, 8)
+
+
+def test_of_a_request_of_many_frames_a_few_are_kept() -> None:
+    """They are read to their end all the same, some at a time, and are no request."""
+    with Rig(batches(1)) as rig:
+        client = rig.client()
+        client.send_multipart([b"x" * 1000] * 1000)
+        assert rig.router.poll(int(PATIENCE_S * 1000))
+        rig.server.take_requests()
+        assert 0 < len(rig.server._frames) < 5
+        take(rig, 1)
+        assert rig.server.stats.malformed == 1 and rig.server._frames == []

@@ -644,3 +644,28 @@ def test_no_bytes_are_a_traceback(
         said = str(error)
     assert said.splitlines() == [said]
     assert len(said) < 600
+
+
+def test_a_format_is_no_other_dialect() -> None:
+    """What SGLang calls a format is a dialect, and there is one of a sink; twice the same is one."""
+    for told in (
+        '{"format": "dynamo", "dialect": "llm-d"}',
+        '{"format": "default", "dialect": "vllm"}',
+    ):
+        said = json.loads(told)
+        message = refusal(*LINK, "--kv-events-config", told)
+        wanted = f"format: {said['format']!r}, and dialect is {said['dialect']!r}"
+        assert message == f"--kv-events-config: {wanted}"
+    both = '{"format": "dynamo", "dialect": "dynamo", "endpoint": "tcp://*:5557"}'
+    assert settings(*LINK, "--kv-events-config", both).config.sinks[0].dialect == "dynamo"
+
+
+@pytest.mark.parametrize("flag", ["--model", "--worker-id"])
+def test_what_a_sink_says_of_the_worker_is_needed(flag: str) -> None:
+    """Before any socket is open: of a relay's worker nobody else will tell it."""
+    said = {"--model": "m", "--worker-id": "w"}
+    relay = ("--relay", "tcp://h:1", "--block-size", "4", "--dialect", "mooncake-store")
+    del said[flag]
+    (other,) = said.items()
+    name = flag.removeprefix("--").replace("-", "_")
+    assert f"'mooncake' names the worker's {name}" in refusal(*relay, *other)

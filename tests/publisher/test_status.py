@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import timeit
 
 import pytest
 from hypothesis import given
@@ -11,6 +10,9 @@ from hypothesis import strategies as st
 from publisher_status_rig import EVENTS, full_status
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, StorageMedium
+from kvevents.columns import Columns
+from kvevents.hashing import BlockHash
+from kvevents.tokens import pack_tokens
 from publisher.stream.status import Books, Buckets, EventCounts, is_stuck
 
 
@@ -114,13 +116,6 @@ def test_an_impossible_duration_spoils_nothing(seconds: float) -> None:
     assert sum(buckets.counts) == 2
 
 
-def test_observing_costs_the_loop_under_a_microsecond() -> None:
-    """The best of several runs: what the work costs when nothing else has the processor."""
-    buckets = Buckets()
-    best = min(timeit.repeat(lambda: buckets.observe(0.003), number=10_000, repeat=7)) / 10_000
-    assert best < 1e-6
-
-
 def test_a_loop_that_stopped_turning_is_stuck() -> None:
     """Not one that never began, and not one that turned less than half a minute ago."""
     status = full_status()
@@ -129,3 +124,19 @@ def test_a_loop_that_stopped_turning_is_stuck() -> None:
     assert is_stuck(status, 1031.0)
     status.turned_at = 0.0
     assert not is_stuck(status, 1031.0)
+
+
+def test_columns_count_as_their_events_do() -> None:
+    """Stores alone, which are not looked at one by one, and those with a removal among them."""
+    one, two, three = BlockHash(1), BlockHash(2), BlockHash(3)
+    stores = Columns(
+        [one, two, three], [None, None], [2, 1], pack_tokens([1, 2, 3]), 1, StorageMedium.CPU
+    )
+    mixed = Columns([one, one], [None, None], [1, -1], pack_tokens([1]), 1, StorageMedium.CPU)
+    for columns, blocks in ((stores, 3), (mixed, 1)):
+        at_once, one_by_one = EventCounts(), EventCounts()
+        at_once.add(columns)
+        one_by_one.add(columns.events)
+        assert at_once.events == one_by_one.events
+        assert at_once.blocks == one_by_one.blocks
+        assert at_once.blocks["stored", StorageMedium.CPU.value] == blocks

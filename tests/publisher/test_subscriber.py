@@ -648,7 +648,9 @@ def test_a_publisher_that_says_nothing_is_asked_whether_it_is_there() -> None:
 @pytest.mark.stress
 def test_packets_that_are_dropped_without_a_word() -> None:
     """Case 73: it is noticed, and once they come again the stream goes on. In a network of its own."""
-    if subprocess.run(["unshare", "-rn", "ip", "link"], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["unshare", "-rn", "ip", "link"], capture_output=True, check=False
+    ).returncode:
         pytest.skip("no network of its own can be had here")
     ran = subprocess.run(
         ["unshare", "-rn", sys.executable, "-c", ALONE],

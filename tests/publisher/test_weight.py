@@ -97,3 +97,12 @@ def test_columns_need_not_become_events() -> None:
     assert isinstance(events, Columns)
     weight(b"", events)
     assert events._events is None
+
+
+def test_nothing_of_a_batch_is_free() -> None:
+    """Each hash of columns, and the extra keys of each block, of which an engine may tell many."""
+    _, events = packed(batch(0, 1, 100, 1))
+    assert isinstance(events, Columns)
+    assert weight(b"", events) > 200 * 48
+    (plain, _), (keyed, _) = (decoded(batch(0, 1, 100, 1, odd=odd))[1] for odd in (False, True))
+    assert weight(b"", [keyed]) > weight(b"", [plain]) + 100 * 250

@@ -42,7 +42,7 @@ from kvevents import (
     block_hashes,
 )
 from kvevents.capture import CaptureHead, capture_start, pack_message
-from kvevents.frames import live_frames
+from kvevents.frames import live_frames, replay_answer, replay_end, replay_request
 from kvevents.message import Channel
 from publisher import Respawn, Sidecar, SidecarConfig, SinkConfig, WorkerInfo, spawn
 from publisher.cli import main
@@ -251,6 +251,36 @@ def test_a_hole_is_our_own_only_while_we_read_too_slowly(tmp_path: Path) -> None
         ("1", "note"),
         ("5", "violation"),
     ]
+
+
+def test_a_capture_that_ends_in_a_replay(tmp_path: Path) -> None:
+    """What was asked for and had not come by then is held against nobody, by any command; what a replay
+    did not have is.
+    """
+    head = capture_start(CaptureHead(endpoint="tcp://h:1", replay_endpoint="tcp://h:2"))
+    told: list[tuple[Channel, list[bytes]]] = [
+        (Channel.LIVE, live_frames(b"", 0, payload_of(CLEARED, AB))),
+        (Channel.LIVE, live_frames(b"", 2, payload_of(GONE))),
+        (Channel.ASKED, replay_request(1)),
+    ]
+    answers = [
+        (Channel.ANSWER, replay_answer(b"", 2, payload_of(GONE), delimited=True)),
+        (Channel.ANSWER, replay_end(delimited=True)),
+    ]
+    for over in (False, True):
+        told += answers if over else []
+        file = tmp_path / f"{over}"
+        file.write_bytes(head + b"".join(pack_message(0, *one) for one in told))
+        checked = kvevents("check", str(file))
+        assert checked.returncode == int(over)
+        assert ("note: 1 batch lost from 1 on, maybe not" in checked.stdout) is not over
+        assert ("before that does" in kvevents("tail", str(file)).stdout) is not over
+        state = kvevents("state", str(file))
+        assert state.returncode == 1
+        assert "stale: 1 batch lost" in state.stdout
+        assert ("ends before a replay does" in state.stdout) is not over
+        (row,) = json.loads(run("top", str(file), "--json"))["rows"]
+        assert (row["lost"], bool(row["findings"])) == (1, over)
 
 
 def test_nothing_to_hold_it_to(tmp_path: Path) -> None:

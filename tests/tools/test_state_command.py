@@ -527,6 +527,27 @@ def test_a_document_is_safe_to_show(tmp_path: Path) -> None:
     assert json.loads(ran.stdout)["blocks"][0]["lora"] == odd
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["state FILE --blocks", "state FILE --blocks -o json", "tail FILE -o json", "check -h"],
+)
+def test_an_output_that_is_not_utf_8(tmp_path: Path, arguments: str) -> None:
+    """Names and help are written as well as can be, and JSON is JSON, with the same text in it."""
+    name = "é\U0001f600\x7f"
+    file = str(capture(tmp_path / "c", payload_of(stored(1, lora_name=name))))
+    told = [file if one == "FILE" else one for one in arguments.split()]
+    ran = by_shell("", *told, PYTHONIOENCODING="ascii:strict")
+    assert ran.returncode == 0
+    assert ran.stdout.isascii()
+    match told[0], told[-1]:
+        case "state", "json":
+            assert json.loads(ran.stdout)["blocks"][0]["lora"] == name
+        case "tail", _:
+            assert json.loads(ran.stdout)["lora_name"] == name
+        case "state", _:
+            assert r"\xe9\U0001f600\x7f" in ran.stdout
+
+
 @pytest.mark.parametrize("command", ["state", "top"])
 def test_the_help_explains_its_table(command: str) -> None:
     """In 80 columns, each column of it."""

@@ -10,7 +10,7 @@ from kvevents.follower import Step, Told
 from kvevents.gaps import Gap, Lost
 from kvevents.reading import read
 from publisher.tools.check.report import Compared, Report
-from publisher.tools.source import Source
+from publisher.tools.source import Capture, Source
 
 __all__ = ["Checked"]
 
@@ -51,9 +51,16 @@ class Checked:
             if self._behind and is_hole:
                 why = f"{one.what}, maybe by us alone: we read too slowly"
                 yield replace(one, severity="note", what=why)
+            elif one.rule == "lost" and self._ends_in_replay:
+                why = f"{one.what}, maybe not: the capture ends before its replay does"
+                yield replace(one, severity="note", what=why)
             else:
                 yield one
         self._behind = self._behind and not holes
+
+    @property
+    def _ends_in_replay(self) -> bool:
+        return isinstance(self.source, Capture) and self.source.ends_in_replay
 
     def close(self, compared: Compared | None) -> None:
         """There is no more."""

@@ -265,6 +265,11 @@ class Worker:
             self.own_gaps += 1
             self._own_until = max(self._own_until, gap.first + gap.count)
 
+    @property
+    def ends_in_replay(self) -> bool:
+        """Whether it is a capture that ends before its replay, which may have had what is missing."""
+        return isinstance(self.source, Capture) and self.source.ends_in_replay
+
     def is_ours(self, first: int) -> bool:
         """Whether it may be by us alone that the batches from `first` on are missing."""
         return self.source.is_behind or first < self._own_until
@@ -401,6 +406,8 @@ def _notes(worker: Worker, rank: Rank | None) -> list[str]:
         notes.append(f"{_joined(worker)}: what was stored before is unknown")
     if missing.lost:
         notes.append(f"stale: {_many(missing.lost, 'batch', 'batches')} lost{_ours(missing)}")
+    if missing.lost and worker.ends_in_replay:
+        notes.append("the capture ends before a replay does, which may have had them")
     why = f": {_short(worker.unreadable)}" if worker.unreadable else ""
     if missing.unreadable:
         notes.append(f"{_many(missing.unreadable, 'batch', 'batches')} cannot be read{why}")

@@ -237,8 +237,10 @@ class Board:
 
     def _judge(self, worker: Worker, stream: _Stream, found: Sequence[Finding]) -> None:
         for one in found:
-            ours = one.rule == "lost" and worker.is_ours(one.place.seq)
-            stream.findings += one.severity == "violation" and not ours
+            excused = one.rule == "lost" and (
+                worker.is_ours(one.place.seq) or worker.ends_in_replay
+            )
+            stream.findings += one.severity == "violation" and not excused
 
     def _pace(self, worker: Worker, number: int, begun_s: float) -> _Pace:
         key = id(worker.source), number

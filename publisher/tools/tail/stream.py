@@ -35,6 +35,7 @@ _LABEL = 24
 
 OUR_LOSS = "we read too slowly, or were stopped: it may be our own loss"
 RECORDERS_LOSS = "the recorder read too slowly, or was stopped: it may be its own loss"
+_ENDS_IN_REPLAY = "or the replay had it: the capture ends before that does"
 
 
 @dataclass(slots=True)
@@ -176,7 +177,9 @@ class Stream:
         self.lost += lost.count
         gap = self.gap
         was_in_gap = gap is not None and gap.first <= lost.first < gap.first + gap.count
-        return self._own(is_own=self.source.is_behind or (was_in_gap and self.gap_is_own))
+        own = self._own(is_own=self.source.is_behind or (was_in_gap and self.gap_is_own))
+        ends_in_replay = isinstance(self.source, Capture) and self.source.ends_in_replay
+        return _ENDS_IN_REPLAY if ends_in_replay and not own else own
 
     def see_restart(self) -> None:
         """Count it: seqs are counted anew."""
