@@ -29,7 +29,7 @@ ROOMS = {
     "tools": "config sidecar subscriber",
 }
 """The rooms of publisher, and those below each."""
-SHARED = {"closing", "multipart", "once", "version"}
+SHARED = {"closing", "host_log", "multipart", "once", "version"}
 
 IO_AND_TIME = {"asyncio", "multiprocessing", "select", "socket", "subprocess", "threading", "time"}
 """What the contract has no business with."""

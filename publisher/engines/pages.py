@@ -10,7 +10,6 @@ D2  A page is kept behind the one before it or at a prompt's start; behind one t
 
 from __future__ import annotations
 
-import logging
 import threading
 from array import array
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from kvevents.merge import merge_events
 from kvevents.namespace import BASE, Namespace
 from kvevents.tokens import TOKEN_BYTES, TokenBytes, TokenIds
 from publisher.engines.disk import MEETING, KnownBlock, Meeting
+from publisher.host_log import host_log
 from publisher.once import Once
 
 __all__ = ["ToldPages"]
@@ -40,7 +40,7 @@ _TOLD_BLOCKS = 256
 """In one batch."""
 _NO_PUBLISHER = 'this process has no publisher "sidecar"'
 
-_log = logging.getLogger("kvevents.engines")
+_log = host_log("kvevents.engines")
 
 
 class ToldPages:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
+from publisher.host_log import host_log
+
 __all__ = ["SidecarPublisher", "register"]
 
 NAME = "sidecar"
 _FACTORY = "sglang.srt.disaggregation.kv_events.EventPublisherFactory"
 
-_log = logging.getLogger("kvevents.engines")
+_log = host_log("kvevents.engines")
 _text: contextvars.ContextVar[str | None] = contextvars.ContextVar("kv_events_config", default=None)
 """What the option says, while the factory is at it."""
 

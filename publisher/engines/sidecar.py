@@ -13,7 +13,6 @@ P3  The sidecar starts at once where the block size is known, else when the firs
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -34,6 +33,7 @@ from publisher.config.sidecar_config import WorkerInfo
 from publisher.engines.disk import MEETING, Holdings, Meeting
 from publisher.engines.events import EventReader
 from publisher.engines.told import Told
+from publisher.host_log import host_log
 from publisher.link.messages import Bound
 from publisher.once import Once
 from publisher.worker.attendant import Respawn
@@ -54,7 +54,7 @@ _LAST_S = 1.0
 _TOKEN_BYTES, _BLOCK_BYTES, _EVENT_BYTES = 9, 64, 1024
 """What each takes on the link at most: tokens packed and encoded, and names of the usual length."""
 
-_log = logging.getLogger("kvevents.engines")
+_log = host_log("kvevents.engines")
 
 
 class EngineSidecar:
@@ -231,8 +231,7 @@ class EngineSidecar:
         """Each kind once."""
         kind = reason.partition(":")[0]
         if self._said.is_new(kind):
-            with contextlib.suppress(Exception):  # a handler of the engine's
-                _log.warning(message, reason)
+            _log.warning(message, reason)
 
     # ----------------------------------------------------------------------------------- its life
 

@@ -6,9 +6,10 @@ KVEVENTS_CONFIG.
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
+
+from publisher.host_log import host_log
 
 __all__ = ["SWITCH", "SidecarPublisher", "register"]
 
@@ -16,7 +17,7 @@ SWITCH = "KVEVENTS_SIDECAR"
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _REPLACED = "zmq"
 
-_log = logging.getLogger("kvevents.engines")
+_log = host_log("kvevents.engines")
 
 
 def register() -> None:

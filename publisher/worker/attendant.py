@@ -19,11 +19,11 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
+from publisher.host_log import host_log
 from publisher.worker.child import Child, LogLine
 from publisher.worker.client import SidecarClient
 from publisher.worker.door import ABSENT, SLOW, Admitted, Left, TurnedAway
@@ -35,19 +35,7 @@ _SAY_S = 1.0  # between lines about those who are turned away
 _MAX_READS = 64  # of a log that has ended
 _MOST_EARLY = 1000
 
-
-class _Log(logging.LoggerAdapter[logging.Logger]):
-    """A handler of the worker's that raises costs its line, not the thread."""
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, Any]:
-        return msg, kwargs
-
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        with contextlib.suppress(Exception):
-            super().log(level, msg, *args, **kwargs)
-
-
-_log = _Log(logging.getLogger("kvevents.sidecar"), {})
+_log = host_log("kvevents.sidecar")
 _levels = logging.getLevelNamesMapping()
 
 

@@ -17,7 +17,6 @@ K5  Closing while another thread publishes is safe: whichever of the two is last
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import select
@@ -39,6 +38,7 @@ from kvevents.events import KVEventBatch
 from kvevents.records import Record, RecordSource
 from kvevents.tokens import TOKEN_BYTES
 from publisher.config.sidecar_config import WorkerInfo
+from publisher.host_log import host_log
 from publisher.link.messages import (
     BATCH,
     FRESH,
@@ -68,7 +68,7 @@ _PARTS = 4  # of a re-telling that the ring has room for
 _MOST_KEPT_BYTES = 1 << 20
 _FIRST, _OTHER = -1, -2  # in the place of a request that was met: a re-telling is due unasked
 
-_log = logging.getLogger("kvevents.link")
+_log = host_log("kvevents.link")
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -440,8 +440,7 @@ class SidecarClient:
         self._stats.invalid += 1
         kind = re.sub(r"\[\d+\]", "[]", str(error).partition(":")[0])
         if self._invalid_kinds.is_new(kind):
-            with contextlib.suppress(Exception):  # a handler of the worker's
-                _log.warning("a batch that breaks the contract was not published: %s", error)
+            _log.warning("a batch that breaks the contract was not published: %s", error)
 
     # --------------------------------------------------------------------------------- waiting
 

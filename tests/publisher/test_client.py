@@ -338,6 +338,16 @@ def test_another_cache_is_logged_once(
     (line,) = caplog.records
     assert line.levelno == logging.WARNING
     assert line.getMessage().startswith("pump: another cache than before")
+    assert Path(line.pathname).parts[-2:] == ("worker", "client.py")  # who said it
+
+
+def test_a_pump_raises_nothing_of_a_handler(link: tuple[Sidecar, Peer]) -> None:
+    """The step that says something goes on, and so does the telling."""
+    sidecar, _ = link
+    with broken_handler("kvevents.link") as given:
+        for cache in [make_cache(), make_cache()]:
+            assert sidecar.pump(cache)
+    assert len(given) == 1
 
 
 # ------------------------------------------------------------------------------------------- close
