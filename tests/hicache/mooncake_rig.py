@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -108,11 +108,12 @@ class Master:
             raise
 
     def is_ready(self) -> bool:
-        """Whether it says so."""
+        """Whether it says so, and listens: it may say so a little before."""
         assert self._process.poll() is None, "the master ended"
         try:
+            socket.create_connection(("127.0.0.1", self.rpc_port), 5).close()
             return bool(json.loads(self.ask("health"))["service_ready"])
-        except urllib.error.URLError:
+        except OSError:
             return False
 
     def ask(self, what: str) -> str:
