@@ -42,6 +42,7 @@ _MEANING: Final = {
     -703: "still being written",
     NOT_FOUND: "not found",
     -706: "leased to a reader",
+    -707: "the reader's lease ended meanwhile",
     TRANSFER_FAILED: "the transfer failed",
     _MASTER_AWAY: "the master cannot be reached",
     -901: "the master does not answer",

@@ -226,8 +226,7 @@ def run(options: argparse.Namespace) -> int:
                 notes=options.verbose > 0,
                 header=stdout.isatty() and options.output == "text" and options.format is None,
             )
-        if not interrupt.came:
-            tail.run()
+            interrupt.wait(tail.run)
         damaged = tail.read_all and _say_torn(streams)
         came = _say_silent(streams, options, tail)
     if came and not options.quiet:

@@ -96,7 +96,7 @@ def test_several_threads(tmp_path: Path) -> None:
                 rank.publish(1.0, [stored(first)], None)
             other.join()
             until(lambda: len(index_of(tmp_path).resident[StorageMedium.DISK]) == 300)
-            assert len(index_of(tmp_path).resident[StorageMedium.GPU]) == 300
+            until(lambda: len(index_of(tmp_path).resident[StorageMedium.GPU]) == 300)
     finally:
         sys.setswitchinterval(interval)
 
@@ -143,8 +143,11 @@ def test_what_the_queue_has_no_room_for_is_cleared(tmp_path: Path) -> None:
         assert replayed(tmp_path).count(AllBlocksCleared()) > 1
 
 
-def test_what_waits_at_the_end_is_handed_over(tmp_path: Path) -> None:
+def test_what_waits_at_the_end_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a sidecar that reads again in time."""
+    monkeypatch.setattr("publisher.engines.sidecar._LAST_S", PATIENCE_S)
     events = [stored(first, 20) for first in range(0, 16_000, 80)]
     with (
         rank_of(tmp_path, ring_bytes=1 << 16) as rank,
@@ -318,7 +321,7 @@ def test_an_end_while_the_sidecar_starts(tmp_path: Path) -> None:
     """Waits for it and ends it too."""
     with rank_of(tmp_path, block_size=None) as rank:
         rank.publish(1.0, [stored(0)], None)
-        until(rank._starting.locked)
+        until(lambda: rank._starting.locked() or rank.sidecar)
         rank.close()
         assert rank.sidecar is not None
         assert not Path(f"/proc/{rank.sidecar.pid}").exists()

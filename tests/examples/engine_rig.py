@@ -236,6 +236,6 @@ def is_gone(pid: int) -> bool:
     """Whether there is no such process any more."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (ProcessLookupError, FileNotFoundError):  # somebody else reaps it at any time
         return True
-    return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()

@@ -250,15 +250,15 @@ def test_what_routers_and_people_ask_for(engine: EngineProcess) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away(stream: bool, engine: EngineProcess) -> None:
     """Its request ends long before its thousand tokens, and is counted."""
-    name = 'requests_total{outcome="gone"}'
-    before = engine.metric(name)
+    name, tokens = 'requests_total{outcome="gone"}', 'tokens_total{kind="reply"}'
+    before, said = engine.metric(name), engine.metric(tokens)
     body = json.dumps({"prompt": PROMPT, "max_tokens": 1000, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", engine.port)) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body)
-        eventually(lambda: engine.metric('requests{state="running"}') == 1)
+        client.sendall(head.encode() + body)  # whoever looked on first might find all of it said
     eventually(lambda: engine.metric(name) == before + 1)
     assert engine.metric('requests{state="running"}') == 0
+    assert engine.metric(tokens) - said < 1000
 
 
 def test_its_sidecar_is_killed_while_it_serves(engine: EngineProcess) -> None:
@@ -300,15 +300,22 @@ def test_sigterm(tmp_path: Path) -> None:
         sidecar = engine.sidecar()
         with ThreadPoolExecutor(1) as client:
             slow = client.submit(engine.post, {"prompt": PROMPT, "max_tokens": 100})
-            eventually(lambda: engine.metric('requests{state="running"}') == 1)
+            eventually(lambda: engine.metric('requests{state="running"}') or _done(engine))
             with contextlib.closing(engine.connect()) as late:
                 late.connect()
+                os.kill(sidecar, signal.SIGSTOP)  # so long the engine, which waits for it, is there
                 engine.process.send_signal(signal.SIGTERM)
                 eventually(lambda: _status(late) == 503)
+                os.kill(sidecar, signal.SIGCONT)
             assert len(tokens_of(slow.result().body)) == 100
         _, errors = engine.process.communicate(timeout=PATIENCE_S)
         assert (engine.process.returncode, errors) == (0, "")
         eventually(lambda: is_gone(sidecar))
+
+
+def _done(engine: EngineProcess) -> float:
+    """How many it has answered."""
+    return engine.metric('requests_total{outcome="done"}')
 
 
 def _status(connection: Any) -> int:
@@ -335,10 +342,11 @@ def test_a_full_queue(tmp_path: Path) -> None:
                 Front(stepped.engine, "127.0.0.1", front.port)
 
 
-def test_an_engine_that_ends(tmp_path: Path) -> None:
+def test_an_engine_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits gets 503 with the reason, and so does who asks for a sidecar that is not there; the last
     answers are written before the front is closed.
     """
+    monkeypatch.setattr("examples.completions._LAST_S", PATIENCE_S)
     with Stepped(tmp_path) as stepped, ThreadPoolExecutor(2) as others:
         front = Front(stepped.engine, "127.0.0.1", 0)
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", front.port)) as connection:

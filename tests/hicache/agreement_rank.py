@@ -248,7 +248,10 @@ class RankUnderTest:
         self.cache.evict(num_pages)
 
     def _idle(self) -> None:
-        for _ in range(6):
+        for _ in range(16):
+            self._files.exists_prefix([]).result(
+                SETTLE_TIMEOUT_S
+            )  # what it has begun to read is read
             self._meddle()
             self.cache.tick()
 

@@ -80,10 +80,11 @@ for line in sys.stdin:
 class Master:
     """`mooncake_master`, listening on loopback only. Skips the test where Mooncake cannot be had.
 
-    `flags`: its own, by name. `rpc_port`: where another one was before.
+    `rpc_port`: where another one was before. No lease ends within a test: a read that takes longer than
+    its lease fails.
     """
 
-    def __init__(self, rpc_port: int = 0, **flags: str | int) -> None:
+    def __init__(self, rpc_port: int = 0) -> None:
         require_mooncake()
         self.rpc_port, self.metrics_port = rpc_port or free_port(), free_port()
         self.address = f"127.0.0.1:{self.rpc_port}"
@@ -92,10 +93,9 @@ class Master:
             "rpc_port": self.rpc_port,
             "metrics_host": "127.0.0.1",
             "metrics_port": self.metrics_port,
-            "default_kv_lease_ttl": 1000,
+            "default_kv_lease_ttl": 60_000,
             "minloglevel": 2,
             "logtostderr": "true",
-            **flags,
         }
         command = [f"--{name}={value}" for name, value in settings.items()]
         self._process = subprocess.Popen(

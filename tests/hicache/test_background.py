@@ -73,6 +73,10 @@ def test_close_waits_for_the_call_at_hand_and_cancels_the_rest() -> None:
     began.wait(TIMEOUT_S)
     closing = threading.Thread(target=thread.close)
     closing.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not thread.submit(abs, -1).cancelled():  # until it is being closed
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.001)
     go.set()
     closing.join(TIMEOUT_S)
     assert at_hand.result(0) == "done"

@@ -97,18 +97,18 @@ class Served:
         """Bring the prefix to the device from wherever it is; where it is now."""
         cache = self.cache
         if (prefetch := cache.prefetch(PREFIX)) is not None:
-            assert cache.settle(10)
+            assert cache.settle(30)
             assert cache.prefetch_done(prefetch)
         host_node = cache.match_prefix(PREFIX).host_node
         cache.lock(host_node)
         cache.load_back(host_node)
-        assert cache.settle(10)
+        assert cache.settle(30)
         cache.unlock(host_node)
         return cache.match_prefix(PREFIX)
 
     def forget_device(self) -> None:
         """Nothing is on the device, and whatever is read there by mistake is not a number."""
-        assert self.cache.settle(10)
+        assert self.cache.settle(30)
         self.cache.reset_device()
         for raw in self.pool.raw:
             raw.fill_(GARBAGE)
@@ -138,7 +138,7 @@ def storage(dtype: torch.dtype, open_it: OpenStorage) -> Iterator[Served]:
     earlier = Served(dtype, open_it())
     with closing(earlier.cache):
         earlier.request(PREFIX)
-        assert earlier.cache.settle(10)
+        assert earlier.cache.settle(30)
     later = Served(dtype, open_it())
     with closing(later.cache):
         match = later.cache.match_prefix(PREFIX)

@@ -51,7 +51,7 @@ LIMITS_MB = {"worker": 80, "sidecar": 96, "A": 64, "B": 64, "C": 64}
 what hundreds of runs came to.
 """
 
-_END_S = 5.0
+_END_S = 30.0
 """In which everybody must have heard that the worker left, and ended."""
 
 _STATE_BYTES = 96 << 20
@@ -92,7 +92,7 @@ def run(plan: Plan, requests: Sequence[Request]) -> Outcome:
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kvstress-"))
     outcome = Outcome(plan)
-    site = Site.choose(folder, plan.seed)
+    site = Site.choose(folder)
     running = _Run(plan, site, requests, outcome)
     mounted = can_mount() and _mount(site.state)
     try:
@@ -430,7 +430,11 @@ class _Run:
 
     def _listen(self, timeout_s: float) -> None:
         """Take what the children say. Raises _Broken when one has ended that nobody killed."""
-        by_fd = {child.fileno(): name for name, child in self._children.items()}
+        by_fd = {
+            child.fileno(): name
+            for name, child in self._children.items()
+            if child.status is None  # whose end was awaited has nothing more to say
+        }
         for fd in select.select(list(by_fd), [], [], max(0.0, timeout_s))[0]:
             name = by_fd[fd]
             child = self._children[name]

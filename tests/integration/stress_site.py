@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-from collections.abc import Iterator
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 from stress_plan import Plan
 
@@ -29,7 +26,7 @@ HEARTBEAT_S = 0.1
 LINGER_S = 0.5
 REPLAY_TIMEOUT_S = 1.0
 
-_PORTS = range(20_000, 32_000)  # below those that connections are made from
+_RIGS = Path(__file__).parents[1] / "rigs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +39,9 @@ class Site:
     http: int
 
     @classmethod
-    def choose(cls, folder: Path, seed: int) -> Site:
-        """With ports that are free now."""
-        ports = _free_ports(seed)
+    def choose(cls, folder: Path) -> Site:
+        """With ports that no other process of the tests is given."""
+        ports = iter(_free_ports(4 * len(SINKS) + 1))
         direct, proxied = (tuple((next(ports), next(ports)) for _ in SINKS) for _ in range(2))
         for name in ("tmp", "state", "evidence", "logs"):
             (folder / name).mkdir(mode=0o700)
@@ -122,7 +119,9 @@ def told_media(plan: Plan, sink: int) -> tuple[str, ...]:
     return tuple(medium.value for medium, _ in dialect.media)
 
 
-def _free_ports(seed: int) -> Iterator[int]:
-    for port in Random(seed).sample(_PORTS, len(_PORTS)):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            yield port
+def _free_ports(count: int) -> list[int]:
+    if str(_RIGS) not in sys.path:  # without pytest
+        sys.path.append(str(_RIGS))
+    from ports_rig import free_ports
+
+    return free_ports(count)

@@ -224,7 +224,7 @@ def start_kvevents(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**ENVIRONMENT, **environment, "KVEVENTS_TEST": tag},
+        env={**ENVIRONMENT, **environment, "KVEVENTS_TEST": _mark(tag)},
     )
     try:
         yield process
@@ -237,7 +237,7 @@ def start_kvevents(
 
 def tagged(tag: str) -> dict[int, str]:
     """The processes that were started, however far down, with this tag: pid and command line."""
-    mark = f"KVEVENTS_TEST={tag}".encode()
+    mark = f"KVEVENTS_TEST={_mark(tag)}".encode()
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -245,6 +245,11 @@ def tagged(tag: str) -> dict[int, str]:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     found[int(entry.name)] = _command(entry)
     return {pid: command for pid, command in found.items() if command}
+
+
+def _mark(tag: str) -> str:
+    """No other run of the tests on this machine has it."""
+    return f"{tag} {os.getpid()}"
 
 
 def children_of(pid: int) -> dict[int, str]:

@@ -205,8 +205,9 @@ class Recorder:
 
     def check_told_again(self, start: int) -> None:
         """All from `start` on is told again, byte for byte."""
-        until = self.next_seq
-        assert self.ask(start)
+        until, deadline = self.next_seq, time.monotonic() + PATIENCE_S
+        while not self.ask(start):
+            assert time.monotonic() < deadline
         assert self.next_seq == until
 
     def _note(self, frame: Frame) -> None:

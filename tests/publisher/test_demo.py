@@ -137,7 +137,7 @@ def test_a_trace_with_next_to_nothing_in_it(tmp_path: Path, tag: str) -> None:
         assert re.fullmatch(
             r"publishes on tcp://127.0.0.1:\d+, replays on tcp://127.0.0.1:\d+", first
         )
-        assert still_running(tagged(tag), 5.0) == set()
+        assert still_running(tagged(tag), 10.0) == set()
 
 
 # ---------------------------------------------------------------------------------------- tiers
@@ -249,7 +249,7 @@ def test_a_store_that_nobody_asked_for_goes_away(victim: str, tag: str, tmp_path
             kill(find(tag, victim))
         process.communicate(timeout=100.0)
         eventually(lambda: None if any(tmp_path.glob("kvevents-demo-*")) else 1)
-        assert still_running(tagged(tag), 5.0) == set()
+        assert still_running(tagged(tag), 10.0) == set()
 
 
 @pytest.mark.integration
@@ -277,7 +277,7 @@ def test_an_endpoint_in_use_is_one_line(tag: str) -> None:
             assert err.startswith(f"kvevents demo: --endpoint: {taken} cannot be bound: ")
             assert "in use" in err
             assert err.count("\n") == 1
-            assert still_running(tagged(tag), 5.0) == set()
+            assert still_running(tagged(tag), 10.0) == set()
 
 
 @pytest.mark.integration
@@ -294,7 +294,7 @@ def test_two_demos_at_once_do_not_meet(tag: str) -> None:
             process.send_signal(signal.SIGINT)
         ended = [(process.communicate(timeout=60.0)[1], process.returncode) for process in both]
         assert ended == [("", 130), ("", 130)]
-        assert still_running(tagged(tag), 5.0) == set()
+        assert still_running(tagged(tag), 10.0) == set()
 
 
 @pytest.mark.parametrize("option", ["--endpoint", "--replay-endpoint"])
@@ -319,7 +319,7 @@ def test_an_endpoint_that_cannot_be_bound_is_named_as_given(tag: str) -> None:
         assert (process.returncode, out) == (2, "")
         assert err.startswith(f"kvevents demo: --replay-endpoint: {there} cannot be bound: ")
         assert err.count("\n") == 1
-        assert still_running(tagged(tag), 5.0) == set()
+        assert still_running(tagged(tag), 10.0) == set()
 
 
 # ---------------------------------------------------------------------------------- sudden deaths
@@ -347,7 +347,7 @@ def test_a_killed_router_does_not_stop_the_worker(tag: str) -> None:
             *(None, None, None, None)
         ]
         assert found["stored_blocks"] > 0
-        assert still_running(tagged(tag), 5.0) == set()
+        assert still_running(tagged(tag), 10.0) == set()
 
 
 @pytest.mark.integration
@@ -361,7 +361,7 @@ def test_a_killed_sidecar_does_not_end_the_demo(tag: str) -> None:
         out, _ = process.communicate(timeout=60.0)
         assert process.returncode == 0
         assert "router view == cache: yes" in out
-        assert still_running(tagged(tag), 5.0) == set()
+        assert still_running(tagged(tag), 10.0) == set()
 
 
 @pytest.mark.integration
@@ -377,7 +377,7 @@ def test_a_killed_worker_ends_the_demo(tag: str) -> None:
         assert err.count("\n") == 1
         assert err.startswith("kvevents demo: ")
         assert "-9" in err
-        assert still_running(tagged(tag), 5.0) == set()
+        assert still_running(tagged(tag), 10.0) == set()
 
 
 @pytest.mark.integration
@@ -390,7 +390,7 @@ def test_the_end_of_the_parent_is_the_end_of_all(tag: str, number: signal.Signal
         for part in (WORKER, SIDECAR, TAIL):
             assert running(everyone, part)
         process.send_signal(number)
-        assert still_running(everyone, 5.0) == set()  # two, where nothing else runs
+        assert still_running(everyone, 10.0) == set()  # two, where nothing else runs
         _, err = process.communicate()
         assert process.returncode == (130 if number == signal.SIGINT else -number)
         assert err == ""
@@ -406,9 +406,9 @@ def test_kill_9_of_the_parent_is_the_end_of_all(tag: str) -> None:
         kill(sleeper, signal.SIGSTOP)
         everyone = tagged(tag)
         process.kill()
-        assert still_running(everyone.keys() - {sleeper}, 5.0) == set()
+        assert still_running(everyone.keys() - {sleeper}, 10.0) == set()
         kill(sleeper, signal.SIGCONT)
-        assert still_running([sleeper], 3.0) == set()
+        assert still_running([sleeper], 10.0) == set()
 
 
 # ----------------------------------------------------------------------------------------- report

@@ -130,7 +130,8 @@ import os, signal
 from kvevents import BASE, StorageMedium
 from kvevents.records import BlockId, StoreNew
 from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
-sink = SinkConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+ANY = "tcp://127.0.0.1:0"
+sink = SinkConfig(endpoint=ANY, replay_endpoint=ANY, heartbeat_s=3600.0)
 sidecar = spawn(WorkerInfo(block_size=1), SidecarConfig(sinks=(sink,), linger_s=0.3))
 sidecar.client.publish([StoreNew(StorageMedium.GPU, BlockId(0), 1, None, BASE, bytes(4))])
 child = os.fork()
@@ -156,10 +157,10 @@ def test_a_killed_worker_is_noticed_though_a_child_of_it_lives() -> None:
                 worker.kill()
                 killed_at = time.monotonic()
                 (last,) = receive_until(subscriber, bool)
-                assert time.monotonic() - killed_at < 3.0  # one, where nothing else runs
+                assert time.monotonic() - killed_at < 10.0  # one, where nothing else runs
                 assert isinstance(last, Batch)
                 assert last.batch.events == [AllBlocksCleared()]
-            assert still_running([int(pid)], 3.0) == set()
+            assert still_running([int(pid)], PATIENCE_S) == set()
         finally:
             worker.kill()
             if child:

@@ -195,10 +195,14 @@ LISTENING_WORKER = """
 import os, sys
 from publisher import WorkerInfo, listen
 sidecar = listen(WorkerInfo(block_size=4, dp_rank=3), sys.argv[1])
-child = os.fork() if "fork" in sys.argv else 0
-if not child and "fork" in sys.argv:
-    sys.stdin.read()
-    os._exit(0)
+child, (reading, writing) = 0, os.pipe()
+if "fork" in sys.argv:
+    child = os.fork()
+    if not child:
+        os.write(writing, b"x")  # it has let go of its copies
+        sys.stdin.read()
+        os._exit(0)
+    os.read(reading, 1)
 print(sidecar.link, child, flush=True)
 sys.stdin.read()
 """
@@ -528,20 +532,21 @@ def test_a_second_sidecar_is_told_who_has_the_link(folder: Path) -> None:
         assert first.numbers() == [0]
 
 
-def test_garbage_at_the_link_costs_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Connections that say nothing or noise are many; a good one is let in all the same, at once, and
-    the log does not grow with them.
+def test_garbage_at_the_link_costs_nothing(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that say nothing or noise are many; a good one is let in all the same, without waiting
+    for their time to be over, and the log does not grow with them.
     """
+    monkeypatch.setattr("publisher.worker.door._HELLO_S", 3600.0)
     with listen(WORKER, folder / "pod") as sidecar, contextlib.ExitStack() as stack:
         for number in range(100):
             guest = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             guest.connect(str(sidecar.link))
             if number % 3:
                 guest.send(b"\xff" * number)
-        began = time.monotonic()
         with Peer(sidecar.link):
             until(lambda: sidecar.state == SidecarState.READY)
-            assert time.monotonic() - began < 1.5
         assert len(caplog.records) < 10
 
 
@@ -613,10 +618,10 @@ def test_close_waits_until_the_ring_is_empty(folder: Path) -> None:
             assert attendant.settled.wait(PATIENCE_S)
             if killed:
                 kill(sidecar.pid)
-                until(lambda: sidecar.state == SidecarState.AWAITED)
+                until(lambda: sidecar.state == SidecarState.AWAITED or sidecar.restarts)
             for number in range(100):
                 assert sidecar.client.publish([store(number)])
-            assert sidecar.close() == 0
+            assert sidecar.close(PATIENCE_S) == 0
             assert noted(out) == list(range(100))
             assert sidecar.close() == 0
 
@@ -686,9 +691,13 @@ def test_a_later_child_that_hangs_is_killed_and_followed(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A2: one that does not get ready in time counts as one that ended."""
-    with attended(folder, "stay", "hang", "fail", "stay", ready_s=1.0) as (sidecar, attendant, _):
+    with attended(folder, "stay", "hang", "fail", "stay", ready_s=10.0) as (sidecar, attendant, _):
         assert attendant.settled.wait(PATIENCE_S)
         kill(sidecar.pid)
+        until(lambda: sidecar.restarts == 1)
+        assert attendant._ready_by <= time.monotonic() + 10.0
+        attendant._ready_by = 0.0  # which only the one that hangs needs
+        os.eventfd_write(attendant._wake, 1)
         until(lambda: sidecar.restarts == 3 and sidecar.state == SidecarState.READY)
         said = [one.getMessage() for one in caplog.records]
         assert any("did not get ready in time" in one for one in said)
@@ -702,7 +711,7 @@ def test_a_stopped_child_is_ended_at_the_deadline(folder: Path) -> None:
         os.kill(sidecar.pid, signal.SIGSTOP)
         began = time.monotonic()
         assert sidecar._close(0.05, 0.05) == -signal.SIGKILL
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 5.0
 
 
 def test_the_pauses_double_up_to_a_bound() -> None:

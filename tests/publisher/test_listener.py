@@ -236,6 +236,7 @@ def test_what_was_missed_while_away_may_be_our_own_loss() -> None:
         steps += listen_until(listener, lambda _: not listener.follower.behind)
         away(1.6)
         publisher.live(5, payload=b"x")
+        assert listener.sockets[-1].poll(int(PATIENCE_S * 1000))
         steps = listen_until(listener, lambda steps: told(steps) == [5])
         assert listener.follower.behind
         assert [step.message.channel for step in steps] == [Channel.BEHIND, Channel.LIVE]
@@ -303,7 +304,7 @@ def test_a_publisher_in_the_place_of_another_socket_is_found() -> None:
 
 def test_a_publisher_after_nonsense_is_found() -> None:
     """After a good handshake with who is no publisher all the same: libzmq gives up at that, too."""
-    with socket.create_server(("127.0.0.1", 0)) as server, RawPublisher() as publisher:
+    with socket.create_server(("127.0.0.1", *free_ports(1))) as server, RawPublisher() as publisher:
         endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         with Listener(endpoint) as listener:
             stranger, _ = server.accept()

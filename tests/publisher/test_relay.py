@@ -177,16 +177,19 @@ def test_a_gap_is_closed_before_what_is_behind_it() -> None:
 
 def test_a_gap_that_is_not_answered_is_jumped_over() -> None:
     """After three attempts; later it is asked for everything once more, and that begins anew."""
+    now = 0.0
     with (
         RawPublisher() as publisher,
-        relaying(publisher, replay_timeout_s=0.05, probe_s=0.3) as relay,
+        relaying(publisher, replay_timeout_s=5.0, probe_s=60.0, clock=lambda: now) as relay,
     ):
         join(publisher, relay, 0)
         publisher.live(3)
-        relay.until_told(0, 3)
-        assert relay.source.stats.lost == 2
         for _ in range(3):
             asked(publisher, relay, 0)
+            now += 5.0
+        relay.until_told(0, 3)
+        assert relay.source.stats.lost == 2
+        now += 60.0
         client = asked(publisher, relay, 0)
         for seq in range(4):
             publisher.answer(client, seq)
@@ -197,15 +200,18 @@ def test_a_gap_that_is_not_answered_is_jumped_over() -> None:
 
 def test_an_answer_that_stalls_is_continued() -> None:
     """Again and again, without an end marker, as long as each brings something."""
+    now = 0.0
     with (
         RawPublisher() as publisher,
-        relaying(publisher, replay_timeout_s=LATER_S, stall_s=0.02) as relay,
+        relaying(publisher, replay_timeout_s=LATER_S, stall_s=1.0, clock=lambda: now) as relay,
     ):
         relay.source.start(0)
         for start in range(6):
             client = asked(publisher, relay, start)
             publisher.answer(client, start)
             publisher.answer(client, start + 1)
+            relay.until_told(*range(start + 2))
+            now += 1.0
         client = asked(publisher, relay, 6)
         publisher.answer(client, 6)
         publisher.end(client)
@@ -274,13 +280,20 @@ def test_only_its_topic() -> None:
 
 def test_a_batch_lost_before_a_pause_is_found() -> None:
     """A quiet engine is asked whether there was more."""
-    with RawPublisher() as publisher, relaying(publisher, probe_s=0.05) as relay:
+    now = 0.0
+    with (
+        RawPublisher() as publisher,
+        relaying(publisher, probe_s=1.0, clock=lambda: now) as relay,
+    ):
         join(publisher, relay, 0)
+        now += 1.0
         client = asked(publisher, relay, 0)
         publisher.answer(client, 0)
         publisher.answer(client, 1)
         publisher.end(client)
+        relay.until(lambda: relay.source._dealer is None)
         relay.until_told(0, 1)
+        now += 2.0
         asked(publisher, relay, 1)
 
 

@@ -243,7 +243,8 @@ def test_replayed_frames_are_the_live_frames() -> None:
         dealer.send_multipart(replay_request(0))
         assert sink.router.poll(int(PATIENCE_S * 1000))
         server.take_requests()
-        server.serve(0.0)
+        while server.busy:  # a turn may end after any message
+            server.serve(0.0)
         replayed = []
         for _ in range(6):
             assert dealer.poll(int(PATIENCE_S * 1000))
@@ -349,9 +350,9 @@ def test_many_clients_share_the_turns() -> None:
         clients = [rig.client() for _ in range(20)]
         for client in clients:
             client.send_multipart(replay_request(0))
-        rig.drive(lambda: rig.server.stats.requests == 20)
+        take(rig, 20)  # in whatever order
         rig.drive(lambda: rig.server.stats.answered > 0)
-        assert not any(client.poll(0) for client in clients[-5:])
+        assert sum(not client.poll(0) for client in clients) >= 5
         for client in clients:
             assert seqs_of(rig.answers(client)) == list(range(300))
 
@@ -364,10 +365,12 @@ def test_clients_that_do_not_read_are_bounded() -> None:
         deaf = [rig.client(small=True) for _ in range(100)]
         for client in deaf:
             client.send_multipart(replay_request(0))
+        # Before, the one that reads may be the one that has taken nothing for longest.
+        rig.drive(lambda: rig.server.stats.requests == 100 and not rig.server.busy)
+        assert rig.server.stats.dropped >= 60
         client = rig.client()
         client.send_multipart(replay_request(0))
         assert seqs_of(rig.answers(client)) == list(range(400))
-        rig.drive(lambda: rig.server.stats.dropped >= 60)
 
 
 def take(rig: Rig, requests: int) -> None:

@@ -385,7 +385,7 @@ def test_sigint_is_the_workers_business() -> None:
         insert(cache, range(100, 108))
         assert flushed_seq(sidecar, cache) == 3
         kill(sidecar.pid, signal.SIGTERM)
-        assert still_running([sidecar.pid], 5.0) == set()
+        assert still_running([sidecar.pid], PATIENCE_S) == set()
         assert sidecar.client.flush(cache, PATIENCE_S) is None
         assert sidecar.close() == 0
 
@@ -410,7 +410,7 @@ def test_a_killed_sidecar_costs_the_worker_nothing() -> None:
     cache = make_cache(num_pages=512)
     with spawn(WORKER, config(), ring_bytes=4096, respawn=None) as sidecar:
         kill(sidecar.pid)
-        assert still_running([sidecar.pid], 5.0) == set()
+        assert still_running([sidecar.pid], PATIENCE_S) == set()
         until(lambda: sidecar.state == SidecarState.GIVEN_UP)
         results = []
         for step in range(100):
@@ -450,7 +450,7 @@ def test_a_killed_worker_is_announced_and_its_sidecar_ends() -> None:
     the sidecar ends after its linger.
     """
     process = subprocess.Popen(
-        [sys.executable, WORKER_PROCESS],
+        [sys.executable, WORKER_PROCESS, "0.3"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
@@ -470,7 +470,7 @@ def test_a_killed_worker_is_announced_and_its_sidecar_ends() -> None:
             assert time.monotonic() - killed_at < 3.0  # one, where nothing else runs
             assert isinstance(last, Batch)
             assert (last.seq, cleared(last.batch)) == (expected, True)
-            assert still_running([int(pid)], 5.0) == set()
+            assert still_running([int(pid)], PATIENCE_S) == set()
     finally:
         process.kill()
         process.communicate()
@@ -479,7 +479,7 @@ def test_a_killed_worker_is_announced_and_its_sidecar_ends() -> None:
 def test_a_sidecar_lingers_for_late_subscribers() -> None:
     """For `linger_s` after its worker is gone a subscriber that joins learns that nothing is held."""
     process = subprocess.Popen(
-        [sys.executable, WORKER_PROCESS],
+        [sys.executable, WORKER_PROCESS, str(PATIENCE_S)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
@@ -493,7 +493,8 @@ def test_a_sidecar_lingers_for_late_subscribers() -> None:
             receive_until(early, said_to_be_gone)  # batches of before may come first
             view = router_view(endpoint, replay_endpoint, early.next_seq or 0)
             assert len(view) == 0
-        assert still_running([int(pid)], 5.0) == set()
+        kill(int(pid), signal.SIGTERM)
+        assert still_running([int(pid)], PATIENCE_S) == set()
     finally:
         process.kill()
         process.communicate()

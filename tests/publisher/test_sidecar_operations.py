@@ -278,7 +278,7 @@ from kvevents.records import BlockId, StoreNew
 from publisher import SidecarConfig, SinkConfig, WorkerInfo, spawn
 sink = SinkConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
 other = SinkConfig(endpoint=sink.endpoint, replay_endpoint=sink.endpoint, coalesce_s=10.0)
-config = SidecarConfig(sinks=(sink, other), linger_s=1.0, state_dir=sys.argv[1])
+config = SidecarConfig(sinks=(sink, other), linger_s=30.0, state_dir=sys.argv[1])
 sidecar = spawn(WorkerInfo(block_size=4), config)
 client = sidecar.client
 client.publish([StoreNew(StorageMedium.GPU, BlockId(0), 1, None, BASE, bytes(16))])
@@ -310,6 +310,7 @@ def test_a_dead_worker_is_known_everywhere_within_a_second(tmp_path: Path) -> No
             assert merged.events(1) == plain.events(1)
             code, body = get(f"{http}/readyz")
             assert (code, get(f"{http}/healthz")[0]) == (503, 200), body
+        kill(int(pid), signal.SIGTERM)
         assert still_running([int(pid)], PATIENCE_S) == set()
 
 

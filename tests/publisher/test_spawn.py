@@ -348,7 +348,7 @@ def test_a_worker_ends_within_two_seconds(
             worker.stdin.flush()
         assert worker.wait(PATIENCE_S) == code
         assert time.monotonic() - began < 4.0  # two, where nothing else runs
-        assert still_running([int(sidecar)], 3.0) == set()
+        assert still_running([int(sidecar)], PATIENCE_S) == set()
     if not how.startswith("SIG"):
         assert not Path(link).parent.exists()
     private().close()

@@ -285,8 +285,8 @@ def test_a_bad_request_costs_itself_only(
 
 def test_a_client_that_drips_is_cut_off() -> None:
     """The time is for the whole request: a byte now and then does not buy more of it."""
+    began, gone = time.monotonic(), Event()
     with serving(request_s=0.3) as server, connect(server) as connection:
-        began, gone = time.monotonic(), Event()
 
         def drip() -> None:
             with contextlib.suppress(OSError):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from publisher_rig import LOOPBACK, PATIENCE_S, insert
+from publisher_rig import LOOPBACK, PATIENCE_S, insert, short_folder
 
 from hicache import HiRadixCache, HostPool, KVShape, PagePool
 from kvevents import BASE, Namespace
@@ -71,13 +71,13 @@ class Hand:
 def crew(*names: str, **settings: object) -> Iterator[list[Hand]]:
     """So many of them, with 16 device and 32 host blocks each. `settings`: of the sinks."""
     with contextlib.ExitStack() as stack:
-        hands = []
+        hands, folder = [], str(stack.enter_context(short_folder()))
         for name in names:
             pool = PagePool(16, BLOCK, KVShape(1, 1, 1))
             host = HostPool.beside(pool, ratio=2)
             cache = stack.enter_context(HiRadixCache(pool, host_pool=host))
             sink = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, **settings)  # type: ignore[arg-type]
-            config = SidecarConfig(sinks=(sink,), linger_s=0.0)
+            config = SidecarConfig(sinks=(sink,), linger_s=0.0, state_dir=folder)
             worker = WorkerInfo(block_size=BLOCK, worker_id=name)
             hands.append(Hand(name, cache, stack.enter_context(spawn(worker, config))))
         yield hands

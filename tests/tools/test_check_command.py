@@ -9,7 +9,6 @@ import json
 import random
 import re
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -340,8 +339,7 @@ def test_a_publisher_that_lies(publisher: RawPublisher) -> None:
 
 def test_nobody_there() -> None:
     """Exit code 3, and whom it could not reach."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    (endpoint,) = free_endpoints(1)
     done = kvevents("check", endpoint, "--for", "0.3")
     assert done.returncode == 3
     assert f"no connection to {endpoint}; why: kvevents doctor {endpoint}\n" in done.stderr

@@ -50,6 +50,8 @@ STORED = BlockStored([7], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU)
 TIMEOUT = ("--timeout", "1")
 BRIEFLY = ("--timeout", "0.3")
 """Where nothing is expected to come."""
+PATIENTLY = ("--timeout", "30")
+"""Where it ends by itself."""
 
 
 @dataclass
@@ -333,18 +335,20 @@ def test_a_publisher_that_connects(of_ipc: bool, tmp_path: Path) -> None:
 def test_a_publisher_that_starts_meanwhile() -> None:
     """A doctor that looks at a port again and again never takes it from the publisher that binds it."""
     port = free_port()
-    endpoint, over = f"tcp://127.0.0.1:{port}", Flag()
+    endpoint, looked, over = f"tcp://127.0.0.1:{port}", Flag(), Flag()
 
     def look() -> int:
         looks = 0
         while not over.is_set():
             assert report_has(doctor(endpoint, "--timeout", "0.1"), "connect")
             looks += 1
+            looked.set()
         return looks
 
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(look)
         try:
+            assert looked.wait(PATIENCE_S)
             for _ in range(2000):
                 socket.create_server(("127.0.0.1", port)).close()  # of zmq, it would close later
         finally:
@@ -427,7 +431,7 @@ def test_a_server_of_another_kind(first: bytes, endless: bool, text: str) -> Non
     """Silent, garbage, another protocol, bytes without end: named by its first bytes, and in time."""
     with Server(first, endless=endless) as server:
         before = time.monotonic()
-        report = doctor(server.endpoint, *BRIEFLY)
+        report = doctor(server.endpoint, *(PATIENTLY if first else BRIEFLY))
         assert text in report.text("handshake", "wrong")
         assert report.code == 1
         assert time.monotonic() - before < PATIENCE_S
@@ -455,7 +459,7 @@ def test_a_socket_of_another_type(kind: str, text: str) -> None:
     with zmq.Context() as context, context.socket(getattr(zmq, kind)) as one:
         one.setsockopt(zmq.LINGER, 0)
         port = one.bind_to_random_port("tcp://127.0.0.1")
-        report = doctor(f"tcp://127.0.0.1:{port}")
+        report = doctor(f"tcp://127.0.0.1:{port}", *PATIENTLY)
         assert text in report.text("handshake", "wrong")
         assert report.code == 1
 
@@ -464,7 +468,7 @@ def test_swapped_endpoints(tmp_path: Path) -> None:
     """The replay socket's address in the place of the PUB socket's, and the other way round."""
     with sidecar_with(tmp_path) as (sidecar, _):
         endpoint, _, replay_endpoint = ends_of(sidecar)
-        report = doctor(replay_endpoint, "--replay-endpoint", endpoint)
+        report = doctor(replay_endpoint, "--replay-endpoint", endpoint, *PATIENTLY)
         assert "swap the two" in report.text("handshake", "wrong")
         assert "swap the two" in report.text("replay", "wrong")
         assert "is a replay socket" in report.conclusion
@@ -500,7 +504,7 @@ def keys(folder: Path, server: str, client: str) -> tuple[str, ...]:
 def test_the_right_keys(guarded: tuple[tuple[str, str, str], Path]) -> None:
     """Both sockets let us in, and the stream is looked into as any other."""
     addresses, folder = guarded
-    report = doctor(*addresses, *keys(folder, "server", "clients/router"))
+    report = doctor(*addresses, *keys(folder, "server", "clients/router"), *PATIENTLY)
     assert report.code == 0
     assert "takes both keys" in report.text("handshake", "ok")
     assert "2 blocks stored" in report.text("replay", "ok")
@@ -524,7 +528,7 @@ def test_keys_that_do_not_fit(
     """None, one that is not let in, and one that is not the server's are three things to change."""
     addresses, folder = guarded
     given = () if server is None or client is None else keys(folder, server, client)
-    report = doctor(*addresses, *given)
+    report = doctor(*addresses, *given, *PATIENTLY)
     for probe in ("handshake", "replay"):
         said = report.text(probe, "wrong")
         assert text in said
@@ -538,7 +542,7 @@ def test_swapped_endpoints_behind_keys(guarded: tuple[tuple[str, str, str], Path
     """A socket of the wrong type is not taken for a wrong key."""
     (endpoint, _, replay_endpoint), folder = guarded
     given = keys(folder, "server", "clients/router")
-    report = doctor(replay_endpoint, "--replay-endpoint", endpoint, *given)
+    report = doctor(replay_endpoint, "--replay-endpoint", endpoint, *given, *PATIENTLY)
     assert "is a replay socket" in report.text("handshake", "wrong")
     assert "is the PUB socket" in report.text("replay", "wrong")
 
@@ -547,7 +551,7 @@ def test_keys_for_a_publisher_without(guarded: tuple[tuple[str, str, str], Path]
     """Keys that are given where nobody speaks CURVE shut the router out as well."""
     with RawPublisher() as publisher:
         given = keys(guarded[1], "server", "clients/router")
-        report = doctor(publisher.endpoint, *given)
+        report = doctor(publisher.endpoint, *given, *PATIENTLY)
         assert "speaks no CURVE" in report.text("handshake", "wrong")
 
 
@@ -614,7 +618,7 @@ def test_an_idle_publisher_that_the_router_could_not_read() -> None:
     with RawPublisher() as publisher:
         addresses = publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint
         arguments = "--as", "vllm-router", "--block-size", "16"
-        with examining(*addresses, *BRIEFLY, *arguments) as under_way:
+        with examining(*addresses, *TIMEOUT, *arguments) as under_way:
             serve(publisher, (0, signed), (1, signed))
             report = under_way.report()
         assert "nothing happens" in report.text("events", "unknown")
@@ -944,7 +948,7 @@ def test_a_sink_that_connects_to_the_router(tmp_path: Path) -> None:
     ):
         http = sidecar.client.http_endpoint
         assert http is not None
-        report = doctor(endpoint, "--http", http)
+        report = doctor(endpoint, "--http", http, *PATIENTLY)
         assert "the router has to bind it" in report.text("http", "wrong")
 
 
@@ -999,7 +1003,7 @@ def test_an_engines_http(pages: dict[str, bytes], verdict: str, text: str) -> No
     served = {path: (200, body) for path, body in pages.items()}
     port = free_port()
     with engine(served) as http:
-        report = doctor(f"tcp://127.0.0.1:{port}", "--http", http)
+        report = doctor(f"tcp://127.0.0.1:{port}", "--http", http, *PATIENTLY)
         assert text in report.text("http", verdict)
         assert report.code == 3
 

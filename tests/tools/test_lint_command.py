@@ -447,12 +447,12 @@ def test_a_reader_that_leaves_is_no_error(publisher: RawPublisher) -> None:
 
 def test_silence_is_3(publisher: RawPublisher, tmp_path: Path) -> None:
     """Nothing came: so said, of a stream, of an empty capture, and of a recording."""
-    done = run("lint", publisher.endpoint, "--for", "0.2", "--as", "dynamo")
+    done = run("lint", publisher.endpoint, "--for", "0.5", "--as", "dynamo")
     why = f"why: kvevents doctor {publisher.endpoint}"
     assert (done.returncode, done.stderr) == (3, f"kvevents lint: nothing came; {why}\n")
     assert done.stdout == "dynamo 1.6.1: saw no batch\n"
     assert run("lint", capture(tmp_path / "c"), "--as", "dynamo").returncode == 3
-    done = run("record", "-w", tmp_path / "r", publisher.endpoint, "--for", "0.2")
+    done = run("record", "-w", tmp_path / "r", publisher.endpoint, "--for", "0.5")
     assert (done.returncode, done.stderr) == (3, f"kvevents record: nothing came; {why}\n")
     assert not (tmp_path / "r").exists()
 
@@ -577,13 +577,13 @@ def test_a_replay_that_is_not_answered_is_over_after_a_while(publisher: RawPubli
         assert [one.channel for one in messages] == told
         assert publisher.request()[1] == JOIN
         publisher.live(0, payload=GOOD)
-        while len(messages) < 4:
+        messages.clear()
+        while not any(one.channel == Channel.LIVE for one in messages):
             assert time.monotonic() < deadline, messages
             wait_for([tap], deadline)
-            messages += [
-                step.message for step in tap.turn() if step.message.channel < Channel.BEHIND
-            ]
-    assert (messages[3].channel, messages[3].frames) == (Channel.LIVE, live_frames(b"", 0, GOOD))
+            messages += [step.message for step in tap.turn()]
+    live = [one.frames for one in messages if one.channel == Channel.LIVE]  # it may have asked anew
+    assert live == [live_frames(b"", 0, GOOD)]
 
 
 def test_a_giant_message_is_not_taken_in(publisher: RawPublisher) -> None:
@@ -744,11 +744,12 @@ def test_a_sidecar_is_taken_whole_in_each_dialect(
     )
     monkeypatch.setenv("POD_IP", "10.0.0.1")
     pool = PagePool(64, 4, KVShape(1, 1, 1))
-    files = FileStorage(tmp_path, PageFormat.of(pool, "m"), min_free_bytes=0)
+    files = FileStorage(tmp_path / "files", PageFormat.of(pool, "m"), min_free_bytes=0)
     worker = WorkerInfo(block_size=4, model="m", worker_id="w")
+    config = SidecarConfig(sinks=sinks, linger_s=0.0, state_dir=str(tmp_path / "state"))
     with (
         HiRadixCache(pool, host_pool=HostPool.beside(pool, ratio=1), storage=files) as cache,
-        spawn(worker, SidecarConfig(sinks=sinks, linger_s=0.0)) as sidecar,
+        spawn(worker, config) as sidecar,
     ):
         for step in range(3):
             insert(cache, range(step * 100, step * 100 + 8))

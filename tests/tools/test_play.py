@@ -276,15 +276,13 @@ def test_the_files_of_sockets_are_removed(tmp_path: Path, ending: str | signal.S
     file = capture(tmp_path / "c", told, every_ns=0 if ending == "the end" else S * 3600)
     with short_folder() as folder:
         both = ("--endpoint", f"ipc://{folder}/a", "--replay-endpoint", f"ipc://{folder}/b")
-        with (
-            playing(file, *both, "--stay", "0.01") as (process, endpoint, _),
-            subscribed(endpoint) as sub,
-        ):
-            take(sub, 1)
+        with playing(file, *both, "--stay", "0.01") as (process, endpoint, _):
             assert sorted(one.name for one in folder.iterdir()) == ["a", "b"]
-            if isinstance(ending, signal.Signals):
-                process.send_signal(ending)
-            _, err = process.communicate(timeout=PATIENCE_S)
+            with subscribed(endpoint) as sub:
+                take(sub, 1)
+                if isinstance(ending, signal.Signals):
+                    process.send_signal(ending)
+                _, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == (130 if isinstance(ending, signal.Signals) else 0), err
         assert list(folder.iterdir()) == []
 
@@ -335,13 +333,10 @@ def test_time_passes_as_it_did(tmp_path: Path) -> None:
     """At the recorded speed a message is not sent before its time; faster, that much sooner."""
     file = capture(tmp_path / "c", [live(0), live(1), live(2)], replay=False, every_ns=S // 4)
     for speed, at_least in (("1", 0.45), ("2", 0.2)):
-        with (
-            playing(file, "--endpoint", LOOPBACK, "--speed", speed) as (process, endpoint, _),
-            subscribed(endpoint) as sub,
-        ):
-            take(sub, 1)
-            began = time.monotonic()
-            take(sub, 2)
+        with playing(file, "--endpoint", LOOPBACK, "--speed", speed) as (process, endpoint, _):
+            began = time.monotonic()  # nothing is sent before anyone has subscribed
+            with subscribed(endpoint) as sub:
+                take(sub, 3)
             assert time.monotonic() - began >= at_least
             assert process.wait(timeout=PATIENCE_S) == 0
 
@@ -537,7 +532,8 @@ def test_a_round_trip_of_a_sidecars_stream_is_exact(tmp_path: Path) -> None:
     worker = WorkerInfo(block_size=4, model="m", worker_id="w")
     sink = SinkConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, buffer_steps=8)
     cache = make_cache(num_pages=24)
-    with spawn(worker, SidecarConfig(sinks=(sink,), linger_s=0.0)) as sidecar:
+    config = SidecarConfig(sinks=(sink,), linger_s=0.0, state_dir=str(tmp_path / "state"))
+    with spawn(worker, config) as sidecar:
 
         def work(steps: range) -> None:
             for step in steps:

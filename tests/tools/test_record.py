@@ -32,6 +32,10 @@ from kvevents.capture import CaptureReader
 from kvevents.frames import JOIN, live_frames, replay_answer, replay_end
 from kvevents.message import Channel, Message
 
+SLOW = (
+    "kvevents record: it was too slow or stopped at times: what is missing of then may be missing"
+    " in the capture only\n"
+)
 GOOD = payload_of(BlockStored([1], None, [1, 2, 3, 4], 4, medium=StorageMedium.GPU))
 
 
@@ -79,8 +83,8 @@ def live_of(messages: list[Message]) -> list[list[bytes]]:
 
 
 def plain(said: str) -> str:
-    """With one time and one size, whatever they are."""
-    return re.sub(r": \d+\.\d s, [\d.]+ (bytes|kB), ", ": TIME, SIZE, ", said)
+    """With one time and one size, whatever they are; and but for what is said of a slow machine."""
+    return re.sub(r": \d+\.\d s, [\d.]+ (bytes|kB), ", ": TIME, SIZE, ", said).replace(SLOW, "")
 
 
 def told(batches: int, file: object, missing: str = "no gap") -> str:
@@ -116,7 +120,7 @@ def test_what_is_recorded_is_what_came(publisher: RawPublisher, tmp_path: Path) 
         publisher.await_subscriber()
         thread.join()
         await_answered = time.monotonic() + PATIENCE_S
-        while not any(one.ends_replay for one in read(file)[4:]):
+        while not any(one.ends_replay for one in but_pace(read(file))[4:]):
             assert time.monotonic() < await_answered
         publisher.live(1, payload=GOOD)
         _, err = process.communicate(timeout=PATIENCE_S)
@@ -247,7 +251,7 @@ def test_a_manager_of_processes_ends_it_as_ctrl_c_does(
         assert (process.returncode, plain(err)) == (0, told(1, file))
         assert gzip.decompress(file.read_bytes())
     else:
-        assert (process.returncode, err) == (
+        assert (process.returncode, plain(err)) == (
             3,
             f"kvevents record: nothing came; why: kvevents doctor {publisher.endpoint}\n",
         )
@@ -264,6 +268,7 @@ def test_what_a_stopped_recorder_misses_is_not_the_publishers_loss(
         publisher.live(0, AllBlocksCleared())
         await_live(file, 1)
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         stopped = time.monotonic()
         publisher.live(5, payload=GOOD)
         while time.monotonic() < stopped + 1.2:  # it has to be away for longer than a second
@@ -279,10 +284,8 @@ def test_what_a_stopped_recorder_misses_is_not_the_publishers_loss(
     _, second, third = [at for at, one in enumerate(channels) if one == Channel.LIVE]
     assert channels[second - 1] == Channel.BEHIND and Channel.ABREAST in channels[second:third]
     assert process.returncode == 0
-    assert plain(err) == (
-        "kvevents record: it was too slow or stopped at times: what is missing of then may be missing"
-        " in the capture only\n"
-    ) + told(3, file, "1 gap, 4 batches lost")
+    assert err.startswith(SLOW)
+    assert plain(err) == told(3, file, "1 gap, 4 batches lost")
     done = kvevents("check", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -369,8 +372,9 @@ def test_from(publisher: RawPublisher, tmp_path: Path, start: str) -> None:
 def test_a_full_disk_is_one_line(publisher: RawPublisher, tmp_path: Path) -> None:
     """Exit code 2, and what was written until then can be read."""
     file = tmp_path / "capture"
-
-    with start_kvevents("record", "record", "-w", str(file), publisher.endpoint) as process:
+    arguments = ("record", "-w", str(file), publisher.endpoint)
+    pure = {"PYTHONDONTWRITEBYTECODE": "1"}  # or a module's compiled form were cut off as well
+    with start_kvevents("record", *arguments, **pure) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
         publisher.await_subscriber()
         seq, deadline = 0, time.monotonic() + PATIENCE_S

@@ -295,6 +295,13 @@ class Interrupted(Sources):
                 time.sleep(1.1)
             yield one
 
+    def live_steps(self, until: float = float("inf")) -> Iterator[tuple[Live, Step]]:
+        """Until all of it was read: a second later it would be known that nothing more waits."""
+        for one in super().live_steps(until):
+            yield one
+            if self.drained and one[0].follower.next_seq == self.batches:
+                return
+
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("for_s", "all_read"), [(PATIENCE_S, True), (1.0, False)])

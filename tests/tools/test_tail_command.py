@@ -797,19 +797,21 @@ def test_the_end_of_what_is_there(worker: Worker) -> None:
     """From the beginning, from a seq, and the last so many, heartbeats not counted: each ends by itself,
     and nothing is found wrong.
     """
-    told = {}
-    for start in ("beginning", "state", "-3", "3"):
+
+    def seqs_from(start: str) -> list[int]:
         done = kvevents(
             *("tail", worker.source, "--from", start, "--exit-at-end", "--strict", "-q"),
             *("-o", "json"),
         )
         assert (done.returncode, done.stderr) == (0, "")
-        told[start] = [json.loads(line)["seq"] for line in done.stdout.splitlines()]
-    newest = told["state"][-1]
-    assert told["beginning"][-1] == told["-3"][-1] == told["3"][-1] == newest
-    assert len(told["beginning"]) >= 9 and told["beginning"][0] == 0
-    assert len(set(told["-3"])) == 3
-    assert told["3"][0] == 3
+        return [json.loads(line)["seq"] for line in done.stdout.splitlines()]
+
+    told = seqs_from("beginning")
+    assert len(told) >= 9 and told[0] == 0
+    third = sorted(set(told))[3]
+    last, since = seqs_from("-3"), seqs_from(str(third))
+    assert len(set(last)) == 3 and since[0] == third
+    assert told[-1] == seqs_from("state")[-1] == last[-1] == since[-1]
 
 
 def test_a_live_stream_is_told_as_it_comes(worker: Worker) -> None:
@@ -851,11 +853,18 @@ def test_joining_late_finds_nothing_wrong(worker: Worker) -> None:
 
 def test_endings(worker: Worker) -> None:
     """After some seconds, after silence, and at a seq; heartbeats are no silence."""
-    assert kvevents("tail", worker.source, "--for", "0.3", "-q").returncode == 0
-    done = kvevents("tail", worker.source, "--timeout", "5", "--for", "0.5", "-q")
-    assert (done.returncode, done.stderr) == (0, "")
-    done = kvevents("tail", worker.source, "--from", "1", "--until", "2", "-o", "json", "-q")
-    assert {json.loads(line)["seq"] for line in done.stdout.splitlines()} == {1, 2}
+    tag, options = f"ends {os.getpid()}", ("tail", worker.source, "--for", "1", "-q")
+    with (
+        start_kvevents(tag, *options) as one,
+        start_kvevents(tag, *options, "--timeout", "5") as other,
+    ):
+        assert [each.communicate(timeout=PATIENCE_S)[1] for each in (one, other)] == ["", ""]
+        assert (one.returncode, other.returncode) == (0, 0)
+    json_of = ("tail", worker.source, "-o", "json", "-q")
+    done = kvevents(*json_of, "--from", "beginning", "--exit-at-end")
+    first, last = sorted({json.loads(line)["seq"] for line in done.stdout.splitlines()})[1:3]
+    done = kvevents(*json_of, "--from", str(first), "--until", str(last))
+    assert {json.loads(line)["seq"] for line in done.stdout.splitlines()} == {first, last}
 
 
 @pytest.mark.parametrize("options", [["--medium", "EXTERNAL"], ["--from", "999999"]])
@@ -1129,7 +1138,7 @@ def _publish_to_all(
     return seq
 
 
-def test_any_dialect_is_read_and_named() -> None:
+def test_any_dialect_is_read_and_named(tmp_path: Path) -> None:
     """The same story in each, without a word of complaint; the summary says what it looked like."""
     forms = {
         "vllm": ("events as maps, hashes unsigned", "replays of 4 frames", 3),
@@ -1151,7 +1160,8 @@ def test_any_dialect_is_read_and_named() -> None:
         for name in forms
     )
     cache, who = make_cache(), WorkerInfo(block_size=4, model="m", worker_id="w")
-    with spawn(who, SidecarConfig(sinks=sinks, linger_s=0.0)) as sidecar:
+    config = SidecarConfig(sinks=sinks, linger_s=0.0, state_dir=str(tmp_path))
+    with spawn(who, config) as sidecar:
         for first in (0, 100, 200):
             insert(cache, range(first, first + 8))
             sidecar.pump(cache)
