@@ -50,6 +50,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def _process_as_it_was() -> Generator[None, None, None]:
+    """A test that leaves the process another than it was makes a later one fail, which depends on the
+    order of files. What wider fixtures change is there before.
+    """
+    before = _state_of_process()
+    yield
+    assert _state_of_process() == before
+
+
+def _state_of_process() -> tuple[object, ...]:
+    handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+    theirs = "PYTEST_CURRENT_TEST", "MC_"  # the last of Mooncake's client, which sets them for good
+    environment = {key: of for key, of in os.environ.items() if not key.startswith(theirs)}
+    return Path.cwd(), environment, handlers, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,

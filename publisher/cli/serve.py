@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,25 +27,30 @@ def add_options(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code."""
-    for early in (signal.SIGUSR1, signal.SIGHUP):  # there is nothing to tell anew yet
-        signal.signal(early, signal.SIG_IGN)
-    from publisher.config.settings import read_settings, unread
+    with ExitStack() as stack:
+        for early in (signal.SIGUSR1, signal.SIGHUP):  # there is nothing to tell anew yet
+            stack.callback(signal.signal, early, signal.signal(early, signal.SIG_IGN))
+        from publisher.config.settings import read_settings, unread
 
-    if (note := unread()) is not None:
-        print(f"kvevents serve: {note}", file=sys.stderr)
-    settings = read_settings(options)
-    if options.check:
-        _print_checked(settings)
-        return 0
+        if (note := unread()) is not None:
+            print(f"kvevents serve: {note}", file=sys.stderr)
+        settings = read_settings(options)
+        if options.check:
+            _print_checked(settings)
+            return 0
 
-    from publisher.sidecar.process import serve
-    from publisher.sidecar.source import SourceError
+        from publisher.sidecar.process import serve
+        from publisher.sidecar.source import SourceError
 
-    try:
-        return serve(settings.link, settings.config, facts=settings.facts, forever=settings.forever)
-    except SourceError as error:
-        print(f"kvevents serve: {error}", file=sys.stderr)
-        return NO_CONNECTION
+        try:
+            code = serve(
+                settings.link, settings.config, facts=settings.facts, forever=settings.forever
+            )
+        except SourceError as error:
+            print(f"kvevents serve: {error}", file=sys.stderr)
+            return NO_CONNECTION
+        stack.pop_all()  # they stay ignored: what is left is the end of the process
+        return code
 
 
 def _print_checked(settings: Settings) -> None:

@@ -384,7 +384,7 @@ def test_the_time_is_up_between_messages(publisher: RawPublisher) -> None:
 
     thread = Thread(target=tell)
     thread.start()
-    done = run("lint", publisher.endpoint, "--for", "0.5", "--as", "dynamo")
+    done = run("lint", publisher.endpoint, "--for", "2", "--as", "dynamo")
     thread.join()
     found = re.fullmatch(
         r"dynamo 1.6.1: takes (all (\d+) batches|the one batch), .*\n", done.stdout

@@ -339,7 +339,7 @@ def test_nobody_is_there(publisher: RawPublisher) -> None:
     assert ran.stderr == why
     assert table(ran.stdout)[0][-2:] == ["-", "not connected"]
     sources = (f"a={publisher.endpoint}", f"b={NOWHERE}")
-    with start_kvevents("one", "state", *sources, "--for", "1", "--json") as process:
+    with start_kvevents("one", "state", *sources, "--for", "2", "--json") as process:
         publisher.await_subscriber()
         publisher.live(0, stored(1))
         out, _ = process.communicate(timeout=PATIENCE_S)
@@ -351,7 +351,7 @@ def test_nobody_is_there(publisher: RawPublisher) -> None:
 def test_nothing_came(publisher: RawPublisher) -> None:
     """Connected, but idle: 3, with what to do."""
     source = f"a b={publisher.endpoint},{publisher.replay_endpoint}"
-    ran = kvevents("state", source, "--for", "0.5", "--topic", "kv@ x")
+    ran = kvevents("state", source, "--for", "2", "--topic", "kv@ x")
     assert ran.returncode == 3
     assert ran.stderr == (
         f"kvevents state: nothing came from {publisher.endpoint};"

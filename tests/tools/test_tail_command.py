@@ -942,7 +942,7 @@ def test_live_only_has_an_end_as_well(worker: Worker) -> None:
         assert process.wait(PATIENCE_S) == 0
         assert process.stdout.read().count("\n") == 2
     for until, said in ((seq + 10_000, ""), (1, "and --until is 1")):
-        ends = ("--until", str(until)) if until == 1 else ("--until", str(until), "--for", "0.5")
+        ends = ("--until", str(until)) if until == 1 else ("--until", str(until), "--for", "2")
         code, _, err = tail(*options[1:], *ends)
         assert code == 0 and said in err
 
@@ -951,11 +951,18 @@ def test_a_seq_that_is_still_to_come(worker: Worker) -> None:
     """It is waited for, and nothing before it is shown or said to be missing; at the end of what is
     there, that is said.
     """
-    code, out, err = tail(worker.source, "-q", "--from", "100000", "--for", "0.5")
+    code, out, err = tail(worker.source, "-q", "--from", "100000", "--for", "2")
     assert (code, out) == (0, "")
     assert "it has come to seq" in err and "--from is 100000" in err
-    code, out, err = tail(worker.source, "-q", "--from", "100000", "--exit-at-end")
-    assert (code, out) == (3, "") and "has nothing from seq 100000 on" in err
+    with RawPublisher() as publisher:  # of which no heartbeat comes meanwhile
+        source = f"{publisher.endpoint},{publisher.replay_endpoint}"
+        options = ("tail", source, "-q", "--from", "100000", "--exit-at-end")
+        with start_kvevents(f"to come {os.getpid()}", *options) as process:
+            client, start = publisher.request()
+            publisher.end(client)
+            out, err = process.communicate(timeout=PATIENCE_S)
+    assert (start, process.returncode, out) == (100_000, 3, "")
+    assert "has nothing from seq 100000 on" in err
 
 
 def publishing(publisher: RawPublisher, publish: Callable[[], None]) -> threading.Thread:

@@ -73,7 +73,7 @@ def test_two_workers_once() -> None:
         assert (hottest["workers"], hottest["blocks"], hottest["tokens"]) == (2, 2, 8)
         assert hottest["stores"] > 0
 
-        quiet = kvevents("top", *sources, "--for", "0.3")
+        quiet = kvevents("top", *sources, "--for", "1")
         lines = quiet.stdout.splitlines()
         assert quiet.returncode == 0 and "2 of 2 up" in lines[0]
         assert [line.split()[0] for line in lines[1:5]] == ["worker", "w1", "w2", "total"]
@@ -83,7 +83,7 @@ def test_two_workers_once() -> None:
 def test_gaps_and_restarts_are_counted() -> None:
     """Of a stream that leaves out batches and then begins anew."""
     with RawPublisher() as publisher:
-        arguments = (f"w={publisher.endpoint}", "--for", "0.8", "-o", "json")
+        arguments = (f"w={publisher.endpoint}", "--for", "2", "-o", "json")
         with start_kvevents("gaps", "top", *arguments) as process:
             publisher.await_subscriber()
             block = BlockStored([1], None, [1], 1, medium=StorageMedium.GPU)
@@ -308,7 +308,7 @@ def test_batches_that_wait_for_a_replay() -> None:
     """While nobody answers, the table says that batches came and wait, and for whom."""
     with RawPublisher() as publisher:
         source = f"{publisher.endpoint},{publisher.replay_endpoint}"
-        with start_kvevents("waits", "top", source, "--for", "0.5") as process:
+        with start_kvevents("waits", "top", source, "--for", "2") as process:
             publisher.await_subscriber()
             publisher.request()
             publisher.live(0)
@@ -324,11 +324,11 @@ def test_a_look_begins_when_the_replay_is_over() -> None:
     """One that takes longer than --for does not hide what comes live: it is waited for."""
     with RawPublisher() as publisher:
         source = f"{publisher.endpoint},{publisher.replay_endpoint}"
-        arguments = (source, "--once", "--for", "0.4", "--json")
+        arguments = (source, "--once", "--for", "1", "--json")
         with start_kvevents("joins", "top", *arguments) as process:
             publisher.await_subscriber()
             client, _ = publisher.request()
-            seq, over_at = 0, time.monotonic() + 0.8
+            seq, over_at = 0, time.monotonic() + 1.6
             joining, deadline = True, time.monotonic() + PATIENCE_S
             while process.poll() is None:
                 now = time.monotonic()
