@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/installed
 unexport PYTHONDONTWRITEBYTECODE
 
 TESTS := test-publisher test-tools test-cache test-stream
-.PHONY: demo e2e test $(TESTS) interop deploy-check check format bench stress screenshots docs package clean
+.PHONY: demo e2e test $(TESTS) interop deploy-check check format bench stress jitter screenshots docs package clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvevents demo
@@ -73,6 +73,10 @@ SEED ?= 1
 RUNS ?= 0
 stress: $(INSTALLED)
 	$(BIN)/python tests/integration/stress.py --models --seconds $(SECONDS) --seed $(SEED) --runs $(RUNS)
+
+# The tests of `make test`, while now one, now another of their processes stands still for up to 150 ms.
+jitter: $(INSTALLED)
+	$(BIN)/python tests/integration/jitter.py $(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target $(TESTS)
 
 # docs/images, from real runs.
 screenshots: $(INSTALLED)

@@ -61,7 +61,8 @@ def _process_as_it_was() -> Generator[None, None, None]:
 
 
 def _state_of_process() -> tuple[object, ...]:
-    handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+    ours = sorted(signal.valid_signals() - {signal.SIGALRM})  # which is pytest-timeout's
+    handlers = [signal.getsignal(number) for number in ours]
     theirs = "PYTEST_CURRENT_TEST", "MC_"  # the last of Mooncake's client, which sets them for good
     environment = {key: of for key, of in os.environ.items() if not key.startswith(theirs)}
     return Path.cwd(), environment, handlers, signal.pthread_sigmask(signal.SIG_BLOCK, ())
