@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
+from stress_child import adopt_orphans, descendants
 
 
 def main() -> int:
@@ -32,10 +30,10 @@ def main() -> int:
     options = parser.parse_args()
     if not options.command:
         parser.error("COMMAND: there is none")
-    # Whoever loses its parent stays below this process.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     ending: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: ending.append(number))
+    for number in (signal.SIGINT, signal.SIGTERM):  # and nobody stays stopped
+        signal.signal(number, lambda number, _: ending.append(number))
     process = subprocess.Popen(options.command)
     stops = 0
     while process.returncode is None:
@@ -43,7 +41,7 @@ def main() -> int:
             process.terminate()
             process.wait()
             return 128 + ending[0]
-        if running := list(_running(os.getpid())):
+        if running := [pid for pid in descendants(os.getpid()) if _runs(pid)]:
             stops += _hold_up(random.choice(running), options.longest_ms / 1000)
         time.sleep(random.uniform(0, options.pause_ms / 500))
         _reap(process)
@@ -52,20 +50,11 @@ def main() -> int:
     return code if code >= 0 else 128 - code
 
 
-def _running(parent: int) -> Iterator[int]:
-    """All below a process but those that somebody else has stopped."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                state, above, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-                children.setdefault(int(above), []).append((int(entry.name), state))
-    below = [parent]
-    while below:
-        for pid, state in children.get(below.pop(), ()):
-            below.append(pid)
-            if state in "RSD":
-                yield pid
+def _runs(pid: int) -> bool:
+    """Whether it is neither over nor stopped by somebody else."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "RSD"
+    return False
 
 
 def _hold_up(pid: int, longest_s: float) -> bool:

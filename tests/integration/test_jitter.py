@@ -37,16 +37,17 @@ def test_it_ends_as_its_command_does() -> None:
     assert int(count) > 0
 
 
-def test_it_ends_its_command() -> None:
-    """With SIGTERM, and nobody stays stopped."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_its_command(number: signal.Signals) -> None:
+    """As it is ended itself, and nobody stays stopped."""
     for _ in range(3):
         with subprocess.Popen([*JITTER, "sleep", "60"]) as process:
             below = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             deadline = time.monotonic() + 30.0
             while not (pid := below.read_text().strip()):
                 assert time.monotonic() < deadline
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30.0) in (143, -signal.SIGTERM)
+            process.send_signal(number)
+            assert process.wait(30.0) == 128 + number
         while Path(f"/proc/{pid}").exists():
             assert time.monotonic() < deadline, Path(f"/proc/{pid}/stat").read_text()
 

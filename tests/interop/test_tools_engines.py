@@ -15,6 +15,7 @@ from threading import Thread
 import pytest
 from interop_rig import RELEASES, Engine, engine_of
 from interop_script import SIZE, Script
+from interop_waiting import PATIENCE_S
 
 from kvevents.check.finding import Severity
 
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.integration
 every_release = pytest.mark.parametrize("release", RELEASES)
 VIOLATION: Severity = "violation"
 BATCHES = 30
-PATIENCE_S = 30.0
 
 
 def kvevents(*arguments: object, code: int = 0) -> str:

@@ -16,7 +16,7 @@ _LOOPBACK = "127.0.0.1"
 # Below those that the kernel gives to connections and to who binds port 0, above those that Mooncake's
 # clients take (15,000 to 17,000): what is free now stays free.
 _PORTS = range(18_000, 32_000)
-_SHARE = 500
+_SHARE = 1000
 
 _state: dict[int, Iterator[int]] = {}
 """Of this process (a fork begins anew): the ports it may give out, those last given out last."""

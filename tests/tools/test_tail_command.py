@@ -1294,6 +1294,32 @@ def test_ctrl_c_before_anything_came() -> None:
         assert said.count("\n") == 1 and "nothing came from" in said
 
 
+EARLY = """
+import signal, sys
+from publisher.cli import main
+from publisher.tools.tail.tail import Tail
+def run(self, run=Tail.run):
+    signal.raise_signal(signal.SIGINT)
+    run(self)
+Tail.run = run
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_just_before_it_reads() -> None:
+    """Is one like any other."""
+    with RawPublisher() as publisher:
+        done = subprocess.run(
+            [sys.executable, "-c", EARLY, "tail", publisher.endpoint],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
+        )
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.count("\n") == 1 and "nothing came from" in done.stderr
+
+
 def test_a_publisher_that_wants_keys() -> None:
     """It is not waited for: exit code 3, and a line that says what it is about; before it another, where
     libzmq is hung up on a few times before it can tell.
